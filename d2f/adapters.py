@@ -7,16 +7,12 @@ family's official code.
 
 from __future__ import annotations
 
-import copy
-import dataclasses
 import re
 import warnings
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-import torch
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
@@ -24,6 +20,7 @@ from d2f.checkpoint import (
     ADAPTER_CONFIG,
     ADAPTER_WEIGHTS,
     base_name,
+    check_fit,
     fingerprint,
     folder_of,
     read_object,
@@ -34,10 +31,6 @@ from d2f.errors import CheckpointError, UnverifiedBaseWarning, did_you_mean
 from d2f.families import FAMILIES, Family, check_ids
 from d2f.models import resolve
 from d2f.parts import ModelParts
-from d2f.saving import base_of, merged_module
-
-if TYPE_CHECKING:
-    from peft import PeftConfig, PeftModel
 
 _PREFIX = "base_model.model."  # PEFT's wrappers, which its files put before every weight's name
 _HUB_NAME = re.compile(r"[\w-][\w.-]*/[\w.-]*[\w-]")
@@ -70,94 +63,68 @@ def attach(
     are 0, so that it computes what it did.
 
     Raises CheckpointError for a missing or damaged file, weights that are missing, unexpected or
-    misshapen, or another base; warns with UnverifiedBaseWarning where the base cannot be told.
+    misshapen, or another base, after which the model may be half adapted; warns with
+    UnverifiedBaseWarning where the base cannot be told.
     """
-    from peft import PeftModel, set_peft_model_state_dict
+    from peft import PeftModel, get_peft_model_state_dict, set_peft_model_state_dict
 
-    adapter = fitting_adapter(model, place)
-    config: Any = adapter.config
+    folder = folder_of(place)
+    if model.adapter is not None:
+        raise CheckpointError(f"{folder}: the model already has an adapter; merge it first")
+    config, contract = _read_config(folder), Contract.load(folder)
     config.inference_mode = not trainable
+    _check_family(model, folder, config, contract)
+    # Whose it is before what it holds: an adapter fits every base of the same shape, and on the
+    # wrong one it loads without a word and answers wrongly.
+    named = (contract.base if contract else None) or config.base_model_name_or_path
+    check_base(folder, named, contract.base_hash if contract else None, model.path)
+    weights = _read_weights(folder, config, model)
+    modules = [n for n, m in model.backbone.named_modules() if isinstance(m, nn.Linear)]
+    new: tuple[str, ...] = ()
     if targets:
-        own = {name.rsplit(".", 1)[-1] for name in adapter.modules}
+        adapted = [n for n in modules if any(k.startswith(f"{_PREFIX}{n}.") for k in weights)]
+        own = {name.rsplit(".", 1)[-1] for name in adapted}
         if not own <= set(targets):
             raise CheckpointError(
                 f"{place}: expected an adapter of {', '.join(sorted(targets))}, or of some of "
                 f"them, got one of {', '.join(sorted(own))}"
             )
-        names = [name for name, module in model.backbone.named_modules() if _is_linear(module)]
-        wanted = {name for name in names if name.rsplit(".", 1)[-1] in targets}
-        config.target_modules = _shortened(wanted | set(adapter.modules), names)
+        chosen = {n for n in modules if n.rsplit(".", 1)[-1] in targets}
+        config.target_modules = chosen
+        new = tuple(f"{_PREFIX}{name}." for name in chosen - set(adapted))
     try:
         wrapped = PeftModel(model.backbone, config)
-    except Exception as error:  # starts that compute with the base's weights, or need data
-        raise CheckpointError(f"{place}: {type(error).__name__}: {error}") from error
-    set_peft_model_state_dict(wrapped, adapter.weights)
+    except Exception as error:  # PEFT raises whatever comes of values that do not go together
+        raise CheckpointError(f"{folder}: {type(error).__name__}: {error}") from error
+    wanted = get_peft_model_state_dict(wrapped, save_embedding_layers=False)
+    # PEFT also saves the embeddings themselves where the adapter changes them.
+    known = wanted | get_peft_model_state_dict(wrapped, save_embedding_layers=True)
+    check_fit(
+        f"{folder}: the adapter does not fit this base",
+        missing=[k for k in wanted.keys() - weights.keys() if not k.startswith(new)],
+        unexpected=weights.keys() - known.keys(),
+        misshapen=[
+            (key, value.shape, known[key].shape)
+            for key, value in weights.items()
+            if key in known and value.shape != known[key].shape
+        ],
+    )
+    set_peft_model_state_dict(wrapped, weights)
     _untie(model.backbone)
     model.adapter = wrapped.eval()
-    # From now on the model does what the adapter was trained for (objective, block size).
-    if adapter.contract is not None:
-        model.contract = adapter.contract
+    # What the adapter was trained to do (objective, block size) is now what the model does.
+    model.contract = contract or model.contract
 
 
-@dataclass(frozen=True)
-class FittingAdapter:
-    """Hold an adapter that fits its base, read whole.
-
-    config: in transformers' module names. weights: by PEFT's names. modules: the base's modules
-    that it changes, by name. shape: it on a copy of the base that has no weights.
-    """
-
-    config: PeftConfig
-    weights: dict[str, Tensor]
-    contract: Contract | None
-    modules: list[str]
-    shape: PeftModel
-
-    def fill(self) -> None:
-        """Give the copy the adapter's weights, before `merged`."""
-        from peft import set_peft_model_state_dict
-
-        for name in self.modules:
-            # PEFT moves the adapter to where its base is: not to meta, and no memory is taken.
-            base: Any = base_of(self.shape.base_model.model.get_submodule(name))
-            for key, value in list(base.named_parameters()):
-                setattr(base, key, nn.Parameter(torch.zeros(()).expand(value.shape), False))
-        set_peft_model_state_dict(self.shape, self.weights, low_cpu_mem_usage=True)
-
-    def merged(self, name: str, weights: Mapping[str, Tensor]) -> nn.Module:
-        """Return the module `name` of a base with these weights, the adapter merged into it."""
-        start = getattr(self.config, "init_lora_weights", None)
-        if isinstance(start, str) and start not in ("gaussian", "eva", "orthogonal"):
-            raise CheckpointError(
-                f"init_lora_weights {start!r} changes the base: expected the adapter merged into "
-                "it before it is loaded in parts"
-            )
-        layer: Any = self.shape.base_model.model.get_submodule(name)
-        base: Any = base_of(layer)
-        base.load_state_dict(dict(weights), assign=True)
-        return merged_module(layer)
-
-
-def fitting_adapter(model: ModelParts, place: str) -> FittingAdapter:
-    """Read an adapter for `model`, which stays as it is. Raises and warns as `attach`."""
-    from peft import PeftModel, get_peft_model_state_dict
-
-    folder = folder_of(place)
-    if model.adapter is not None:
-        raise CheckpointError(f"{folder}: the model already has an adapter; merge it first")
-    config = _read_config(folder)
-    contract = Contract.load(folder)
-    _check_family(model, folder, config, contract)
-    # Check its base before its weights: an adapter fits every base of the same shape, and on the
-    # wrong one it loads without a word and answers wrongly.
-    named = (contract.base if contract else None) or config.base_model_name_or_path
-    check_base(folder, named, contract.base_hash if contract else None, model.path)
-    if not (folder / ADAPTER_WEIGHTS).is_file():
+def _read_weights(folder: Path, config: Any, model: ModelParts) -> dict[str, Tensor]:
+    """Read an adapter's weights under transformers' names; where they were the family's own, its
+    configuration gets transformers' names, too."""
+    path, family = folder / ADAPTER_WEIGHTS, FAMILIES[model.family]
+    if not path.is_file():
         raise CheckpointError(f"{folder}: expected an adapter with a {ADAPTER_WEIGHTS}")
-    stored([folder / ADAPTER_WEIGHTS])  # raises for a damaged file, and for quantised weights
-    family = FAMILIES[model.family]
+    stored([path])  # raises for a damaged file, and for quantised weights
     weights, official = {}, False
-    for key, value in load_file(folder / ADAPTER_WEIGHTS).items():
+    for key, value in load_file(path).items():
         # Some files have PEFT's name of the adapter in their keys: lora_A.default.weight.
         key = key.replace(".default.", ".")
         name = key.removeprefix(_PREFIX)
@@ -165,53 +132,34 @@ def fitting_adapter(model: ModelParts, place: str) -> FittingAdapter:
         official = official or family.native_name(name) != name
     if official:
         _rename_modules(config, family, model.backbone)
-    with torch.device("meta"):
-        empty = type(model.backbone)._from_config(copy.deepcopy(model.backbone.config))
-        trial = copy.copy(config)
-        if hasattr(trial, "init_lora_weights"):
-            trial.init_lora_weights = False  # others compute with the base's weights
-        try:
-            shape = PeftModel(empty, trial, low_cpu_mem_usage=True)
-        except Exception as error:  # PEFT raises whatever comes of values that do not go together
-            raise CheckpointError(f"{folder}: {type(error).__name__}: {error}") from error
-    wanted = get_peft_model_state_dict(shape, save_embedding_layers=False)
-    # PEFT also saves the embeddings themselves where the adapter changes them.
-    known = wanted | get_peft_model_state_dict(shape, save_embedding_layers=True)
-    problem = _difference(wanted, known, weights)
-    if problem:
-        raise CheckpointError(f"{folder}: the adapter does not fit this base: {problem}")
-    modules = [name for name, module in empty.named_modules() if base_of(module) is not None]
-    return FittingAdapter(config, weights, contract, modules, shape)
+    return weights
 
 
 def _read_config(folder: Path) -> Any:
     """Read adapter_config.json by PEFT; a key that PEFT does not know is an error, as an adapter
     of a later version would be computed without what the key says."""
-    from peft import PeftConfig, PromptLearningConfig
-    from peft.mapping import PEFT_TYPE_TO_CONFIG_MAPPING
+    from peft import PeftConfig
 
     path = folder / ADAPTER_CONFIG
     if not path.is_file():
         raise CheckpointError(f"{folder}: expected an adapter with a {ADAPTER_CONFIG}")
     values = read_object(path, CheckpointError)
-    named = values.get("peft_type")
-    kind: Any = PEFT_TYPE_TO_CONFIG_MAPPING.get(str(named))
-    if kind is None or issubclass(kind, PromptLearningConfig):
-        raise CheckpointError(f"{path}: expected an adapter that changes weights, got {named}")
-    base = values.get("base_model_name_or_path")
-    if not isinstance(base, str | None):
-        raise CheckpointError(f"{path}: base_model_name_or_path must be text, got {base!r}")
-    known = {field.name for field in dataclasses.fields(kind)}
-    for key, value in values.items():
-        if key not in known and value:
-            raise CheckpointError(
-                f"{path}: PEFT has no {key} in a {named} adapter (got {value!r:.60})"
-                f"{did_you_mean(key, known)}; a later PEFT may"
-            )
     try:
-        config = PeftConfig.from_pretrained(str(folder))
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # of the keys that are refused below
+            config = PeftConfig.from_pretrained(str(folder))
     except Exception as error:
         raise CheckpointError(f"{path}: {type(error).__name__}: {error}") from error
+    if config.is_prompt_learning:
+        raise CheckpointError(
+            f"{path}: expected an adapter that changes weights, got {values.get('peft_type')}"
+        )
+    for key, value in values.items():
+        if value and not hasattr(config, key):
+            raise CheckpointError(
+                f"{path}: PEFT has no {key} in a {values.get('peft_type')} adapter "
+                f"(got {value!r:.60}){did_you_mean(key, vars(config))}; a later PEFT may"
+            )
     return config
 
 
@@ -232,22 +180,11 @@ def _rename_modules(config: Any, family: Family, backbone: nn.Module) -> None:
         setattr(config, field, {name: pattern[k] for name, k in keys.items() if k in pattern})
     if config.target_modules not in (None, "all-linear"):
         targets = {name for k, name in ours.items() if check_target_module_exists(config, k)}
-        config.target_modules = _shortened(targets, ours.values()) or config.target_modules
+        config.target_modules = targets or config.target_modules
     for field in ("exclude_modules", "layers_to_transform", "layers_pattern"):
         setattr(config, field, None)
     if saved := config.modules_to_save:
         config.modules_to_save = [n for k, n in ours.items() if k.endswith(tuple(saved))]
-
-
-def _shortened(names: set[str], all_names: Iterable[str]) -> set[str]:
-    """Name modules by the last parts of their names where that means the same modules."""
-    last = {name.rsplit(".", 1)[-1] for name in names}
-    meant = {name for name in all_names if name.rsplit(".", 1)[-1] in last}
-    return last if meant == names else names
-
-
-def _is_linear(module: nn.Module) -> bool:
-    return isinstance(module, nn.Linear)
 
 
 def _untie(backbone: Any) -> None:
@@ -261,34 +198,14 @@ def _untie(backbone: Any) -> None:
         backbone.config.tie_word_embeddings = False
 
 
-def _difference(
-    wanted: Mapping[str, Tensor], known: Mapping[str, Tensor], came: Mapping[str, Tensor]
-) -> str:
-    """Say what is missing, unexpected or misshapen; empty where nothing is."""
-    problems = []
-    for what, keys in (
-        ("missing", sorted(wanted.keys() - came.keys())),
-        ("unexpected", sorted(came.keys() - known.keys())),
-    ):
-        if keys:
-            problems.append(f"{len(keys)} {what}, such as {keys[0]}")
-    for key in sorted(known.keys() & came.keys()):
-        if known[key].shape != came[key].shape:
-            problems.append(
-                f"{key}: expected shape {list(known[key].shape)}, got {list(came[key].shape)}"
-            )
-            break  # of another rank or size all are
-    return "; ".join(problems)
-
-
 def _check_family(model: ModelParts, folder: Path, config: Any, contract: Contract | None) -> None:
-    """Raise CheckpointError for an adapter of another family, or of another vocabulary."""
+    """Raise CheckpointError for an adapter of another family, vocabulary or mask."""
     # An official adapter names the class that it was trained on.
-    base_class = str((config.auto_mapping or {}).get("base_model_class") or "")
-    made_for = next((name for name in FAMILIES if base_class.lower().startswith(name)), None)
+    base_class = str((config.auto_mapping or {}).get("base_model_class") or "").lower()
+    made_for = next((name for name in FAMILIES if base_class.startswith(name)), model.family)
     if contract is not None:
         made_for = contract.family
-    if made_for not in (None, model.family):
+    if made_for != model.family:
         raise CheckpointError(
             f"{folder}: the adapter was made for the family {made_for}, this base is {model.family}"
         )
@@ -309,29 +226,25 @@ def check_base(adapter: Path, named: str | None, base_hash: str | None, path: st
     UnverifiedBaseWarning where that cannot be known: a local folder may hold anything, and the name
     of a folder on the machine where the adapter was trained says little.
     """
-    here = base_name(path) or path
-    wanted = base_hash or _hash_of(named)
+    named, here = str(named or ""), base_name(path) or path or ""
+    differs = f"{adapter}: the adapter belongs to the base {named}"
     # Hashes settle it, where both can be had; names are only the next best.
-    if wanted is not None and path is not None:
+    wanted = base_hash or _hash_of(named)
+    if wanted and path:
         came = fingerprint(path)
         if came != wanted:
-            raise CheckpointError(
-                f"{adapter}: the adapter belongs to the base {named} ({wanted[:12]}), "
-                f"this base is {here} ({came[:12]})"
-            )
+            raise CheckpointError(f"{differs} ({wanted[:12]}), this base is {here} ({came[:12]})")
         return
-    same_name = bool(named and here) and _last(str(named)) == _last(str(here))
-    # Two different hub names are an error. A folder's name proves little: an equal one is accepted,
-    # another one is a warning.
-    if base_name(path) is not None and named and _HUB_NAME.fullmatch(named):
-        if named.lower() == str(here).lower():
-            return
-        if not same_name:  # another owner's copy may be of the same weights
-            raise CheckpointError(
-                f"{adapter}: the adapter belongs to the base {named}, this base is {here}; where "
-                "they are the same weights, give the base as a folder of your own"
-            )
-    elif same_name:
+    # Where both names are certain, different ones are an error, but for another owner's copy, which
+    # may be of the same weights. The name of a folder is not certain.
+    certain = base_name(path) is not None and _HUB_NAME.fullmatch(named) is not None
+    alike = bool(named) and _last(named) == _last(here)
+    if certain and not alike:
+        raise CheckpointError(
+            f"{differs}, this base is {here}; where they are the same weights, give the base as a "
+            "folder of your own"
+        )
+    if alike and (not certain or named.lower() == here.lower()):
         return
     warnings.warn(
         f"{adapter}: the base could not be verified: the adapter was made for "
@@ -342,10 +255,10 @@ def check_base(adapter: Path, named: str | None, base_hash: str | None, path: st
     )
 
 
-def _hash_of(named: str | None) -> str | None:
+def _hash_of(named: str) -> str | None:
     """Fingerprint a base that is a folder here or a bundled model; None for others."""
     try:
-        place = resolve(named or "")
+        place = resolve(named)
         return fingerprint(place) if named and Path(place).is_dir() else None
     except (CheckpointError, OSError):  # it holds something else
         return None

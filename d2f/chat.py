@@ -20,18 +20,18 @@ def render(tokenizer: Any, messages: Sequence[Mapping[str, Any]]) -> str:
     name = f"the chat template of {Path(tokenizer.name_or_path).name or 'the tokenizer'}"
     if tokenizer.chat_template is None:
         raise InputError(f"{name}: expected one, the tokenizer has none")
-    if not all(isinstance(message, Mapping) for message in messages):
+    if not messages or not all(isinstance(message, Mapping) for message in messages):
         raise InputError(f"{name}: expected messages with role and content, got {messages!r:.60}")
     prefix: Any = ""
-    if messages and messages[-1].get("role") == "assistant" and messages[-1].get("prefix") is True:
+    if messages[-1].get("role") == "assistant" and messages[-1].get("prefix") is True:
         messages, prefix = messages[:-1], messages[-1].get("content")
-    if not isinstance(prefix, str):
-        raise InputError(f"expected text as the beginning of the answer, got {prefix!r:.60}")
-    if not messages:
-        raise InputError("expected at least one message, got none")
-    told = [{k: v for k, v in message.items() if v is not None} for message in messages]
+    if not messages or not isinstance(prefix, str):
+        raise InputError(
+            f"expected a question and text as the beginning of the answer, got {prefix!r:.60}"
+        )
+    said = [{k: v for k, v in message.items() if v is not None} for message in messages]
     try:
-        text = tokenizer.apply_chat_template(told, tokenize=False, add_generation_prompt=True)
+        text = tokenizer.apply_chat_template(said, tokenize=False, add_generation_prompt=True)
     except Exception as error:  # a template can raise whatever Python does
         raise InputError(f"{name} refused the messages: {type(error).__name__}: {error}") from error
     return str(text) + prefix

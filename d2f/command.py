@@ -40,6 +40,7 @@ COMMANDS = {  # name: its module, and what it does
     "lm-eval": ("decode.lm_eval", "score models on the tasks of lm-evaluation-harness"),
     "train": ("distill.train", "train or distil a model"),
     "convert": ("distill.convert", "bring a model into another form"),
+    "info": ("distill.info", "what a checkpoint is, and what can be done with it"),
     "data": ("distill.data.__main__", "show what a training run will see"),
     "rollouts": ("distill.rollouts", "collect a decoder's right answers to train on"),
     "configs": ("d2f.shipped", "list the configurations that --config takes by name"),

@@ -33,9 +33,7 @@ class CompiledRows:
         """Compile at once, which takes some seconds. Raises CompileError where `torch.compile`
         cannot, on a CPU mostly for want of a C++ compiler."""
         plan, self._head = _TracedPlan(), backbone.lm_head
-        joined = JoinedModel(backbone) if can_join(backbone) else None
-        model = backbone.model if joined is None else joined.model
-        self.products = [] if joined is None else joined.products
+        model, self.products = joined(backbone)
 
         def hidden(tokens: Tensor, positions: Tensor) -> Tensor:
             out: Tensor = model(
@@ -142,36 +140,32 @@ class _TracedPlan(SpanPlan):
 _ONE_INPUT = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
 
 
-def can_join(backbone: PreTrainedModel) -> bool:
-    """Say whether weights can be rows of one: plain tensors, neither quantised nor split over
-    processes."""
-    return getattr(backbone, "quantized", None) is None and all(
-        type(weight.data) is Tensor for weight in backbone.parameters()
-    )
+def joined(backbone: PreTrainedModel) -> tuple[nn.Module, list[Product]]:
+    """Return the model without its head with layers of one input joined, and the joined ones; as it
+    is where weights cannot be rows of one, because they are quantised or in parts.
 
+    The weights become views of the joined one, so nothing is held twice, and whatever reads or
+    changes them (saving, merging) finds them where they were::
 
-class JoinedModel:
-    """The same model with layers joined. The weights become views of the joined one, so nothing is
-    held twice, and whatever reads or changes them (saving, merging) finds them where they were::
-
-    q_proj.weight [Q, C]  k_proj.weight [K, C]  v_proj.weight [K, C]
-    one weight [Q + 2 K, C], of which they are the rows 0 to Q, Q to Q + K, and the rest
+        q_proj.weight [Q, C]  k_proj.weight [K, C]  v_proj.weight [K, C]
+        one weight [Q + 2 K, C], of which they are the rows 0 to Q, Q to Q + K, and the rest
     """
-
-    def __init__(self, backbone: PreTrainedModel):
-        # deepcopy does not copy what its memo has: the twin shares every tensor.
-        shared = itertools.chain(backbone.parameters(), backbone.buffers())
-        twin = copy.deepcopy(backbone, {id(tensor): tensor for tensor in shared})
-        self.model: nn.Module = twin.model
-        self.products: list[Product] = []
-        for module in list(self.model.modules()):
-            layers = {n: m for n, m in module.named_children() if isinstance(m, nn.Linear)}
-            for names in _ONE_INPUT:
-                if all(name in layers for name in names):
-                    product = Product([layers[name] for name in names])
-                    self.products.append(product)
-                    for i, name in enumerate(names):
-                        setattr(module, name, _Part(product, i))
+    products: list[Product] = []
+    plain = all(type(weight.data) is Tensor for weight in backbone.parameters())
+    if not plain or getattr(backbone, "quantized", None):
+        return backbone.model, products
+    # deepcopy does not copy what its memo has: the twin shares every tensor.
+    shared = itertools.chain(backbone.parameters(), backbone.buffers())
+    twin = copy.deepcopy(backbone.model, {id(tensor): tensor for tensor in shared})
+    for module in list(twin.modules()):
+        layers = {n: m for n, m in module.named_children() if isinstance(m, nn.Linear)}
+        for names in _ONE_INPUT:
+            if all(name in layers for name in names):
+                product = Product([layers[name] for name in names])
+                products.append(product)
+                for i, name in enumerate(names):
+                    setattr(module, name, _Part(product, i))
+    return twin, products
 
 
 class Product:

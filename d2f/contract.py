@@ -6,7 +6,7 @@ import json
 from dataclasses import asdict, dataclass, fields
 from functools import cache
 from pathlib import Path
-from typing import Annotated, Any, ClassVar
+from typing import Annotated, Any, ClassVar, Literal, get_args
 
 from pydantic import AfterValidator, ConfigDict, Field, TypeAdapter, ValidationError
 
@@ -14,18 +14,16 @@ from d2f.config import explain
 from d2f.errors import CheckpointError, did_you_mean
 
 FILE_NAME = "d2f_contract.json"
-PROMPT_RULES = ("bidirectional", "block", "block_causal", "causal")
-OBJECTIVES = ("d2f", "masked_diffusion", "next_token", "wedlm", "wino_plus")
+PromptRule = Literal["bidirectional", "block", "block_causal", "causal"]
+Trained = Literal["d2f", "masked_diffusion", "next_token", "wedlm", "wino_plus"]
+PROMPT_RULES = get_args(PromptRule)
 MOST_BLOCK_SIZE = 2**20  # far above any in use; a decoder counts through a block
 
 
-def _one_of(*names: str) -> Any:
-    def check(name: str) -> str:
-        if name not in names:
-            raise ValueError(f"expected one of {', '.join(names)}, got {name!r}")
-        return name
-
-    return AfterValidator(check)
+def _rising(ratios: tuple[float, float]) -> tuple[float, float]:
+    if ratios[0] > ratios[1]:
+        raise ValueError(f"expected the lower ratio first, got {list(ratios)}")
+    return ratios
 
 
 _Id = Annotated[int, Field(ge=0)]
@@ -41,7 +39,7 @@ class Contract:
     which keeps the shift of the autoregressive model that it began as), else 0. rope_fp32: RoPE is
     applied in fp32 whatever the model's dtype (LLaDA). prompt_rule: what the prompt attends to, one
     of `PROMPT_RULES`; under D2F it is one block that sees itself (``block``).
-    objective: how it was trained, one of `OBJECTIVES`, None where not known. block_size: size of
+    objective: how it was trained, one of `Trained`, None where not known. block_size: size of
     the blocks that it was trained to decode. response_length: the longest response that it was
     trained on, in tokens; a prompt gets it where no length is given. noise: lowest and highest mask
     ratio of D2F training. base, base_hash: name and fingerprint (`d2f.adapters`) of the weights
@@ -55,11 +53,11 @@ class Contract:
     end_ids: tuple[_Id, ...]
     logit_shift: Annotated[int, Field(ge=0, le=1)]
     rope_fp32: bool
-    prompt_rule: Annotated[str, _one_of(*PROMPT_RULES)]
-    objective: Annotated[str, _one_of(*OBJECTIVES)] | None = None
+    prompt_rule: PromptRule
+    objective: Trained | None = None
     block_size: Annotated[int, Field(ge=1, le=MOST_BLOCK_SIZE)] | None = None
     response_length: Annotated[int, Field(ge=1, le=MOST_BLOCK_SIZE)] | None = None
-    noise: tuple[_Ratio, _Ratio] | None = None
+    noise: Annotated[tuple[_Ratio, _Ratio], AfterValidator(_rising)] | None = None
     base: str | None = None
     base_hash: Annotated[str, Field(pattern="^[0-9a-f]{64}$")] | None = None
 
@@ -76,26 +74,19 @@ class Contract:
         path = folder / FILE_NAME
         if not path.is_file():
             return None
-        values, known = read_object(path, CheckpointError), [f.name for f in fields(Contract)]
-        for name in values:
-            if name not in known:
-                near = did_you_mean(name, known)
-                raise CheckpointError(f"{path}: {name}: there is no such key{near}")
+        return Contract.check(read_object(path, CheckpointError), str(path))
+
+    @staticmethod
+    def check(values: dict[str, Any], source: str) -> Contract:
+        """Make a contract of JSON's values. Raises CheckpointError, which begins with `source`."""
+        known = [field.name for field in fields(Contract)]
+        for name in values.keys() - set(known):
+            near = did_you_mean(name, known)
+            raise CheckpointError(f"{source}: {name}: there is no such key{near}")
         try:
-            contract = _adapter().validate_json(json.dumps(values))  # as JSON: it has no tuples
+            return _adapter().validate_json(json.dumps(values))  # as JSON: it has no tuples
         except ValidationError as error:
-            raise CheckpointError(f"{path}: {explain(error, values, 'contract')}") from error
-        if contract.noise is not None and contract.noise[0] > contract.noise[1]:
-            raise CheckpointError(
-                f"{path}: noise: expected the lower ratio first, got {list(contract.noise)}"
-            )
-        if contract.mask_id is not None and contract.mask_id in contract.end_ids:
-            # The mask is never chosen, so a response would never end by that id.
-            raise CheckpointError(
-                f"{path}: mask_id: expected none of the end_ids {list(contract.end_ids)}, got "
-                f"{contract.mask_id}"
-            )
-        return contract
+            raise CheckpointError(f"{source}: {explain(error, values, 'contract')}") from error
 
 
 @cache

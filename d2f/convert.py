@@ -9,9 +9,9 @@ import torch
 from transformers import PreTrainedTokenizerBase
 
 from d2f import attention
-from d2f.contract import Contract
+from d2f.checkpoint import check_fit
 from d2f.errors import CheckpointError
-from d2f.families import FAMILIES, Family, check_ids, get_family, new_contract
+from d2f.families import FAMILIES, check_ids, get_family, new_contract
 from d2f.model import DiffusionModel, Fp32Rotary
 
 
@@ -34,13 +34,7 @@ def build(
     if family.scratch is None:
         known = sorted(name for name, other in FAMILIES.items() if other.scratch)
         raise CheckpointError(f"a model from scratch must be of {known}, got {family.name!r}")
-    # Without an end no response would stop, and the mask's id is part of the contract.
-    for name, wanted in (("eos_token", True), ("mask_token", family.needs_mask)):
-        if wanted and getattr(tokenizer, name) is None:
-            raise CheckpointError(
-                f"a model of the family {family.name} needs a tokenizer with a {name}, "
-                f"{tokenizer.name_or_path or 'this one'} has none: add one with add_special_tokens"
-            )
+    contract = new_contract(family, tokenizer)
     values: dict[str, object] = {
         "vocab_size": len(tokenizer),  # with the added tokens, of which the mask is one
         "hidden_size": hidden_size,
@@ -57,7 +51,7 @@ def build(
     backbone = family.scratch._from_config(
         config, attn_implementation=attention.NAME, dtype=torch.float32
     )
-    return DiffusionModel(backbone, new_contract(family, tokenizer), tokenizer=tokenizer)
+    return DiffusionModel(backbone, contract, tokenizer=tokenizer)
 
 
 def convert(
@@ -74,64 +68,39 @@ def convert(
     drop_biases finds nothing to leave out.
     """
     family, tokenizer = get_family(family_name), model.tokenizer
-    keeps = family_name == model.family or family.keeps_class
-    nothing_to_drop = CheckpointError(
-        f"drop_biases: expected a model with biases that {family_name} has no place for, "
-        f"got a {model.family} model, which has none"
-    )
-    if drop_biases and keeps:
-        raise nothing_to_drop
-    if family_name == model.family:
-        return model
-    if tokenizer is None:
-        raise CheckpointError(f"{model.path}: converting to {family_name} needs a tokenizer")
-    contract = _started(model, family, tokenizer)
-    if keeps:
-        # Both share the backbone, and a wrapper for one would change what the other computes.
-        if model.contract.rope_fp32 != family.rope_fp32:
-            raise CheckpointError(
-                f"a {model.family} model does not convert to {family.name}: its RoPE is of another "
-                "precision"
-            )
+    says = f"a {model.family} model does not convert to {family_name}"
+    dropped: list[str] = []
+    made = model
+    if family_name != model.family:
+        if tokenizer is None:
+            raise CheckpointError(f"{model.path}: converting to {family_name} needs a tokenizer")
+        contract = new_contract(family, tokenizer)
+        contract = dataclasses.replace(
+            contract,
+            end_ids=model.end_ids or contract.end_ids,
+            objective=None if model.is_diffusion else model.contract.objective,
+        )
+        backbone: Any = model.backbone
+        if not family.keeps_class:
+            backbone, dropped = _rebuilt(model, family_name, says, drop_biases)
+        # One backbone for both: a wrapper put on for the one would change what the other computes.
+        elif model.contract.rope_fp32 != family.rope_fp32:
+            raise CheckpointError(f"{says}: its RoPE is of another precision")
         check_ids(str(model.path), contract, model.vocab_size)
-        return DiffusionModel(model.backbone, contract, tokenizer=tokenizer, path=model.path)
-    new = _same_shape(model, family_name, tokenizer)
-    # assign: the source's own tensors take the place of those without data, nothing is copied.
-    try:
-        missing, unexpected = new.load_state_dict(
-            model.backbone.state_dict(), strict=False, assign=True
-        )
-    except RuntimeError as error:  # another shape
-        raise CheckpointError(
-            f"a {model.family} model does not convert to {family_name}: {error}"
-        ) from error
-    dropped = [name for name in unexpected if drop_biases and name.endswith("_proj.bias")]
+        made = DiffusionModel(backbone, contract, tokenizer=tokenizer, path=model.path)
     if drop_biases and not dropped:
-        raise nothing_to_drop
-    # Dream has Qwen2's biases, a Llama none: of 0 they change nothing until they are trained.
-    lacking = [name for name in missing if not name.endswith("_proj.bias")]
-    left = [name for name in unexpected if name not in dropped]
-    if lacking or left:
         raise CheckpointError(
-            f"a {model.family} model does not convert to {family_name}: "
-            f"missing {lacking[:4]}, unexpected {left[:4]}"
+            f"drop_biases: expected a model with biases that {family_name} has no place for, "
+            f"got a {model.family} model, which has none"
         )
-    zeros = {
-        name: torch.zeros_like(new.get_parameter(name), dtype=model.dtype, device=model.device)
-        for name in missing
-    }
-    new.load_state_dict(zeros, strict=False, assign=True)
-    # RoPE's frequencies are a buffer that no state_dict has: those of `new` are without data. The
-    # source's wrapper goes, because the new family decides on the precision.
-    rotary = model.backbone.model.rotary_emb
-    new.model.rotary_emb = rotary.rotary if isinstance(rotary, Fp32Rotary) else rotary
-    new.tie_weights()  # undone by assigning
-    return DiffusionModel(new.eval(), contract, tokenizer=tokenizer, path=model.path)
+    return made
 
 
-def _same_shape(model: DiffusionModel, family: str, tokenizer: PreTrainedTokenizerBase) -> Any:
-    """Build the family's class in the shape of `model`, without weights."""
-    config = model.backbone.config
+def _rebuilt(
+    model: DiffusionModel, family: str, says: str, drop_biases: bool
+) -> tuple[Any, list[str]]:
+    """Put a model's own tensors into the family's class; return it and the biases left out."""
+    config = model.config
     # A head dimension that does not follow from the sizes has a field, which not all classes know.
     own = config.hidden_size // config.num_attention_heads
     unusual = {} if getattr(config, "head_dim", own) == own else {"head_dim": config.head_dim}
@@ -140,9 +109,9 @@ def _same_shape(model: DiffusionModel, family: str, tokenizer: PreTrainedTokeniz
         "bos_token_id", "eos_token_id",
     )  # fmt: skip
     with torch.device("meta"):  # every weight comes from the source
-        return build(
+        new: Any = build(
             family,
-            tokenizer,
+            model.tokenizer,
             hidden_size=config.hidden_size,
             intermediate_size=config.intermediate_size,
             layers=config.num_hidden_layers,
@@ -152,12 +121,30 @@ def _same_shape(model: DiffusionModel, family: str, tokenizer: PreTrainedTokeniz
             **{name: getattr(config, name) for name in kept},
             **unusual,
         ).backbone
-
-
-def _started(model: DiffusionModel, family: Family, tokenizer: PreTrainedTokenizerBase) -> Contract:
-    """Make the new family's contract, with the end ids that the weights were trained to end by. The
-    objective of an autoregressive source stays, that of another diffusion family does not."""
-    contract = new_contract(family, tokenizer)
-    objective = None if model.is_diffusion else model.contract.objective
-    end_ids = model.end_ids or contract.end_ids
-    return dataclasses.replace(contract, end_ids=end_ids, objective=objective)
+    came, expected = model.backbone.state_dict(), new.state_dict()
+    # Dream has Qwen2's biases, a Llama none: of 0 they change nothing until they are trained.
+    zeros = {
+        name: torch.zeros_like(value, dtype=model.dtype, device=model.device)
+        for name, value in expected.items()
+        if name not in came and name.endswith("_proj.bias")
+    }
+    extra = came.keys() - expected.keys()
+    dropped = [name for name in extra if drop_biases and name.endswith("_proj.bias")]
+    check_fit(
+        says,
+        missing=expected.keys() - came.keys() - zeros.keys(),
+        unexpected=extra - set(dropped),
+        misshapen=[
+            (name, came[name].shape, value.shape)
+            for name, value in expected.items()
+            if name in came and came[name].shape != value.shape
+        ],
+    )
+    # assign: the source's own tensors take the place of those without data, nothing is copied.
+    new.load_state_dict(came | zeros, strict=False, assign=True)
+    # RoPE's frequencies are a buffer that no state_dict has: those of `new` are without data. The
+    # source's wrapper goes, because the new family decides on the precision.
+    rotary = model.backbone.model.rotary_emb
+    new.model.rotary_emb = rotary.rotary if isinstance(rotary, Fp32Rotary) else rotary
+    new.tie_weights()  # undone by assigning
+    return new.eval(), dropped

@@ -60,6 +60,10 @@ class UnverifiedBaseWarning(UserWarning):
     """An adapter was put on a base that may not be its own: neither a hash nor a name tells."""
 
 
+class SupposedWarning(UserWarning):
+    """A checkpoint leaves something open, such as its mask id, for which a default was taken."""
+
+
 def did_you_mean(name: object, known: Iterable[str]) -> str:
     """Return "; did you mean X?" for the nearest known name, whatever its case; "" where none is
     near."""

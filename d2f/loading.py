@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping
+import warnings
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 from transformers import (
     AutoTokenizer,
     PretrainedConfig,
@@ -20,6 +23,7 @@ from d2f.adapters import attach
 from d2f.checkpoint import (
     base_name,
     base_of_adapter,
+    check_fit,
     folder_of,
     read_object,
     stored,
@@ -27,10 +31,9 @@ from d2f.checkpoint import (
 )
 from d2f.contract import Contract
 from d2f.device import parse_device, parse_dtype, parse_threads
-from d2f.errors import CheckpointError, InputError, out_of_memory
+from d2f.errors import CheckpointError, InputError, SupposedWarning, out_of_memory
 from d2f.families import (
     FAMILIES,
-    Family,
     check_ids,
     family_of,
     get_family,
@@ -38,13 +41,21 @@ from d2f.families import (
     published_contract,
     transformers_config,
 )
-from d2f.leading import announce, join, kind_of_rank
+from d2f.families.family import check_keys
 from d2f.model import DiffusionModel
 from d2f.models import resolve
 from d2f.parts import Outline
-from d2f.quantize import check_quantize, loading_settings, quantize_layers
+from d2f.quantize import check_quantize, loading_settings
 from d2f.quiet import loading_bars
-from d2f.tensor_parallel import check_divides, check_parallel, sharded
+from d2f.tensor_parallel import (
+    announce,
+    check_divides,
+    check_parallel,
+    join,
+    kind_of_rank,
+    merge_into_parts,
+    sharded,
+)
 
 
 def load(
@@ -58,6 +69,9 @@ def load(
     progress: bool = False,
     tensor_parallel: int = 1,
     threads: int | str | None = None,
+    mask_id: int | None = None,
+    end_ids: Sequence[int] | None = None,
+    block_size: int | None = None,
 ) -> DiffusionModel:
     """Load a checkpoint into transformers' own class.
 
@@ -65,15 +79,16 @@ def load(
     (`d2f.models.names()`), or what `describe` read of one; where that is an adapter alone, the base
     that it names is loaded and it goes onto it.
     adapter: folder or hub name of a PEFT adapter, official or of this project.
-    family: overrides what the checkpoint says of itself.
+    family: overrides what the checkpoint says of itself; keys of its config.json that the family
+    does not know are then no error.
     dtype: default fp32 on a CPU, bf16 elsewhere; ``auto`` is bf16 on a CPU that is fast in it, too.
     device: default CUDA where there is one; on ``meta`` the model has shapes and no weights.
     quantize: weights in few bits, one of `d2f.quantize.QUANTISATIONS`; an adapter is merged into
     the weights first, so that what is quantised is what the two compute together.
     progress: show a bar while the weights are read; a download has its own either way.
     tensor_parallel: how many processes, started by torchrun, hold a part of the model each; all of
-    them call this, then rank 0 decodes and the others follow it (`d2f.leading`). An adapter is
-    merged into the parts.
+    them call this, then rank 0 decodes and the others follow (`d2f.tensor_parallel`). An adapter
+    is merged into the parts.
     threads: how many torch computes with on a CPU from here on; ``auto`` the processors that the
     process may use, None no more than torch is set to; either is one where other programs keep all
     of them busy (`d2f.device.parse_threads`).
@@ -93,44 +108,63 @@ def load(
         where = check_parallel(tensor_parallel, where, quantize=quantize is not None)
     if quantize is not None:
         check_quantize(quantize, where, number)
+    asked: dict[str, Any] = {"adapter": adapter, "family": family, "mask_id": mask_id}
+    asked |= {"end_ids": end_ids, "block_size": block_size}
     outline = name_or_path
     if not isinstance(outline, Outline):
-        outline = describe(outline, adapter=adapter, family=family)
-    elif adapter is not None or family is not None:
-        raise InputError("expected adapter and family where the outline was described")
+        outline = describe(outline, **asked)
+    elif any(value is not None for value in asked.values()):
+        raise InputError(f"expected {', '.join(asked)} where the outline was described")
     check_divides(outline.path, outline.config, tensor_parallel)
     in_parts = tensor_parallel > 1 and where.type != "meta"
-    adapter = outline.adapter
+    if count is not None:
+        torch.set_num_threads(count)
+    few_bits = {} if quantize is None else loading_settings(quantize, number, where)
     with loading_bars(progress):
-        # With an adapter they are quantised once it is in them.
-        at_once = quantize if adapter is None else None
-        backbone = _load_backbone(outline, number, where, at_once, tensor_parallel)
-    kind = kind_of_rank() if in_parts else DiffusionModel
-    model = kind(
-        backbone.eval(),
+        if in_parts:
+            join(where)
+            backbone = _load_backbone(outline, number, where, **sharded(tensor_parallel))
+        elif quantize is not None and outline.adapter is None:
+            backbone = _load_backbone(outline, number, where, **few_bits)
+            backbone.quantized = quantize
+        else:
+            backbone = _load_backbone(outline, number, where)
+    model = (kind_of_rank() if in_parts else DiffusionModel)(
+        backbone,
         outline.base_contract,
         tokenizer=outline.tokenizer,
         path=outline.path,
         tensor_parallel=tensor_parallel,
     )
-    if count is not None:
-        model.threads = count
-        torch.set_num_threads(count)
-    if adapter is not None and in_parts:
-        model.merge_from(adapter)
-    elif adapter is not None:
-        attach(model, adapter)
-        if quantize is not None:
+    if outline.adapter is not None and in_parts:
+        whole = _load_backbone(outline, number, torch.device("cpu"))
+        adapted = DiffusionModel(whole, outline.base_contract, path=outline.path)
+        attach(adapted, outline.adapter)
+        merge_into_parts(model, adapted)
+    elif outline.adapter is not None:
+        attach(model, outline.adapter)
+        if quantize is not None:  # once the adapter is in the weights
             model.merge_adapter()
-            quantize_layers(model.backbone.model, quantize)
+            shape = replace(outline, config=model.config)
+            weights = model.backbone.state_dict()
+            model = replace(
+                model, backbone=_load_backbone(shape, number, where, weights, **few_bits)
+            )
             model.backbone.quantized = quantize
+    model.contract = outline.contract
     if in_parts:
         announce(model)
     return model
 
 
 def describe(
-    name_or_path: str | Path, *, adapter: str | Path | None = None, family: str | None = None
+    name_or_path: str | Path,
+    *,
+    adapter: str | Path | None = None,
+    family: str | None = None,
+    mask_id: int | None = None,
+    end_ids: Sequence[int] | None = None,
+    block_size: int | None = None,
 ) -> Outline:
     """Read all of a checkpoint but its weights, which are neither read nor fetched: the arguments
     and errors are those of `load`, which takes the result instead of a name."""
@@ -148,55 +182,62 @@ def describe(
                 f"the model, and this as its adapter ({error})"
             ) from error
     place = str(folder)
-    raw = _read_config(folder)
+    raw, tokenizer, saved = _read_config(folder), load_tokenizer(place), Contract.load(folder)
     # The contract is what this project saved and knows best; an official checkpoint has none, and
-    # its model_type says the family.
-    contract = Contract.load(folder)
-    named = family or (contract.family if contract else family_of(raw.get("model_type")).name)
-    chosen = get_family(named)
-    config = model_config(place, chosen, raw)
-    tokenizer = load_tokenizer(place)
-    # Named as another family by the caller: its contract says nothing of that one.
-    if contract is None or contract.family != chosen.name:
-        contract = published_contract(chosen, raw, tokenizer)
-    check_ids(place, contract, config.vocab_size)
-    adapted = None
-    if adapter is not None:
-        adapter = resolve(str(adapter))
-        adapted = Contract.load(folder_of(adapter, weights=False))
-    return Outline(config, adapted or contract, tokenizer, place, adapter, contract)
-
-
-# longrope's frequencies depend on the longest row of the batch, and so would a request's tokens.
-_ROPE_TYPES = ("default", "linear", "dynamic", "yarn", "llama3")
-
-
-def model_config(place: str, family: Family, raw: Mapping[str, Any]) -> PretrainedConfig:
-    """Make the configuration of the family's model from a config.json. Raises CheckpointError for
-    what cannot be built, or would be built and run as something else."""
+    # its config.json says the family.
+    strict = saved is None and family is None
+    given: dict[str, Any] = {"mask_id": mask_id, "block_size": block_size}
+    given["end_ids"] = None if end_ids is None else tuple(end_ids)
+    given = {name: value for name, value in given.items() if value is not None}
     try:
-        config = transformers_config(family, raw)
+        named = family or (saved.family if saved else family_of(raw).name)
+        chosen = get_family(named)
+        if strict:
+            check_keys(chosen, raw)
+        config = transformers_config(chosen, raw)
+        _check_positions(config)
+        # Named as another family by the caller: its contract says nothing of that one.
+        if saved is None or saved.family != named:
+            name = base_name(place) or folder.name
+            saved, supposed = published_contract(
+                chosen, raw, tokenizer, name, strict=strict, given=given
+            )
+            for what in supposed:
+                warnings.warn(f"{place}: {what}", SupposedWarning, stacklevel=2)
     except CheckpointError as error:
         raise CheckpointError(f"{place}: {error}") from error
     except Exception as error:  # transformers raises whatever comes of values of the wrong type
         raise CheckpointError(
             f"{place}: config.json makes no model: {type(error).__name__}: {error}"
         ) from error
+    saved = replace(saved, **given)
+    check_ids(place, saved, config.vocab_size)
+    contract = saved
+    if adapter is not None:
+        adapter = resolve(str(adapter))
+        contract = Contract.load(folder_of(adapter, weights=False)) or saved
+    return Outline(config, replace(contract, **given), tokenizer, place, adapter, saved)
+
+
+# longrope's frequencies depend on the longest row of the batch, and so would a request's tokens.
+_ROPE_TYPES = ("default", "linear", "dynamic", "yarn", "llama3")
+
+
+def _check_positions(config: PretrainedConfig) -> None:
+    """Raise CheckpointError for positions and windows that would be computed as something else."""
     rope_type = (config.rope_parameters or {}).get("rope_type", "default")
     if rope_type not in _ROPE_TYPES:
         raise CheckpointError(
-            f"{place}: config.json: rope_type must be one of {', '.join(_ROPE_TYPES)}, "
-            f"got {rope_type!r}"
+            f"config.json: rope_type must be one of {', '.join(_ROPE_TYPES)}, got {rope_type!r}"
         )
     length, window = config.max_position_embeddings, getattr(config, "sliding_window", None)
     layers = set(getattr(config, "layer_types", None) or ()) - {"full_attention"}
     if layers and (layers != {"sliding_attention"} or window is None or window < length):
         raise CheckpointError(
-            f"{place}: config.json: use_sliding_window must be false, or its window at least the "
-            f"model's {length} positions (no layer sees less), got {', '.join(sorted(layers))}, "
-            f"window {window}"
+            "config.json: use_sliding_window must be false, or its window at least the model's "
+            f"{length} positions (no layer sees less), got {', '.join(sorted(layers))}, window "
+            f"{window}"
         )
-    return config
 
 
 def _read_config(folder: Path) -> dict[str, Any]:
@@ -218,41 +259,40 @@ def _load_backbone(
     outline: Outline,
     dtype: torch.dtype,
     device: torch.device,
-    quantize: str | None,
-    tensor_parallel: int,
+    weights: Mapping[str, Tensor] | None = None,
+    **how: Any,
 ) -> Any:
-    """Build transformers' model and read its weights, straight into parts or few bits if asked."""
+    """Build transformers' model and read its weights. weights: those, instead of the file's. how:
+    further options of `from_pretrained`, which places the model where there are any."""
+    placed = bool(how)
     place, config = outline.path, outline.config
     family = get_family(outline.family)
     kind = model_classes()[config.model_type]
-    settings: dict[str, Any] = {"attn_implementation": attention.NAME, "dtype": dtype}
+    how |= {"attn_implementation": attention.NAME, "dtype": dtype}
     if device.type == "meta":
         try:
             with torch.device("meta"):
-                return kind._from_config(copy.deepcopy(config), **settings)
+                return kind._from_config(copy.deepcopy(config), **how).eval()
         except Exception as error:  # of sizes that do not go together
             raise CheckpointError(f"{place}: config.json makes no model: {error}") from error
-    folder = folder_of(base_name(place) or place)  # fetches the weights
-    stored(weight_files(folder))  # raises for what is no whole safetensors file of floats
-    if quantize is not None:
-        settings["quantization_config"] = loading_settings(quantize, dtype)
-        settings["device_map"] = {"": device}
-    elif tensor_parallel > 1:
-        join(device)
-        settings |= sharded(tensor_parallel)
+    folder = None
+    if weights is None:
+        folder = folder_of(base_name(place) or place)  # fetches the weights
+        stored(weight_files(folder))  # raises for what is no whole safetensors file of floats
     try:
         backbone, info = kind.from_pretrained(
             folder,
             config=config,
+            state_dict=weights,
             key_mapping=dict(family.key_mapping) or None,
             # transformers fills what is missing or misshapen with random values and goes on;
-            # the report says so, and `_check_loaded` makes it an error.
+            # the report says so, and `check_fit` makes it an error.
             output_loading_info=True,
             ignore_mismatched_sizes=True,
             # No pickles and no code of the checkpoint.
             use_safetensors=True,
             trust_remote_code=False,
-            **settings,
+            **how,
         )
     except Exception as error:  # transformers raises whatever comes of what is wrong
         if out_of_memory(error):
@@ -260,7 +300,12 @@ def _load_backbone(
         raise CheckpointError(
             f"{place}: weights cannot be read: {type(error).__name__}: {error}"
         ) from error
-    _check_loaded(place, family, info)
+    check_fit(
+        f"{place}: the weights do not fit a model of the family {family.name}",
+        missing=info["missing_keys"],
+        unexpected=info["unexpected_keys"],
+        misshapen=info["mismatched_keys"],
+    )
     # Tied weights are one tensor; a file that has both must have them equal, else one is lost.
     head, embeddings = backbone.lm_head.weight, backbone.model.embed_tokens.weight
     if config.tie_word_embeddings and head is not embeddings and not torch.equal(head, embeddings):
@@ -268,26 +313,7 @@ def _load_backbone(
             f"{place}: config.json says that the output weights are the embeddings "
             "(tie_word_embeddings): expected none in the file, got others"
         )
-    if quantize is not None:
-        backbone.quantized = quantize
-        return backbone  # device_map has placed it
-    return backbone if tensor_parallel > 1 else backbone.to(device)
-
-
-def _check_loaded(place: str, family: Family, info: Mapping[str, Any]) -> None:
-    """Raise CheckpointError for weights that are missing, unexpected or misshapen."""
-    problems = []
-    for key, came, expected in sorted(info["mismatched_keys"]):
-        problems.append(f"{key}: expected shape {list(expected)}, got {list(came)}")
-    for what in ("missing", "unexpected"):
-        keys = sorted(info[f"{what}_keys"])
-        if keys:
-            problems.append(f"{len(keys)} {what}: {', '.join(keys[:4])}{', ...' * (len(keys) > 4)}")
-    if problems:
-        raise CheckpointError(
-            f"{place}: the weights do not fit a model of the family {family.name}: "
-            + "; ".join(problems)
-        )
+    return backbone.eval() if placed else backbone.eval().to(device)
 
 
 # Classes that are nothing but tokenizer.json.

@@ -17,7 +17,6 @@ from d2f.device import as_current
 from d2f.errors import InputError
 from d2f.parts import ModelParts
 from d2f.saving import MAX_SHARD_SIZE, save
-from d2f.tensor_parallel import merge_into_parts
 
 if TYPE_CHECKING:
     from d2f.compile import CompiledRows
@@ -43,10 +42,8 @@ class DiffusionModel(ModelParts):
     """Run a transformers model over spans, for decoding and training. Made by `d2f.load`."""
 
     def __post_init__(self) -> None:
-        self._merged = False  # an adapter was folded in: the model is adapted without having one
         self.compiled_rows: CompiledRows | NativeRows | None = None
         self.scores_natively = False  # `d2f.cpu.scored` reads its logits
-        self.threads = torch.get_num_threads()  # of a forward on a CPU
         decoder = self.backbone.model
         # A converted model keeps its backbone, which may be wrapped already.
         if self.contract.rope_fp32 and not isinstance(decoder.rotary_emb, Fp32Rotary):
@@ -70,13 +67,7 @@ class DiffusionModel(ModelParts):
         return f"DiffusionModel({self.path or 'in memory'}: {', '.join(facts)})"
 
     @property
-    def is_adapted(self) -> bool:
-        """Say whether it has an adapter, beside the weights or merged into them."""
-        return self.adapter is not None or self._merged
-
-    @property
     def is_compiled(self) -> bool:
-        """Say whether `compile` was called."""
         return self.compiled_rows is not None
 
     def forward(
@@ -167,7 +158,7 @@ class DiffusionModel(ModelParts):
         Raises InputError for a folder that holds anything but an earlier save, for quantised
         weights, for a bad size, and where it cannot be written.
         """
-        save(self, folder, max_shard_size)
+        save(self, Path(folder), max_shard_size)
 
     def merge_adapter(self) -> None:
         """Fold the adapter into the weights. Raises InputError where these are quantised: it would
@@ -179,12 +170,4 @@ class DiffusionModel(ModelParts):
                     "the model in d2f.load, which merges before it quantises"
                 )
             merged: Any = self.adapter.merge_and_unload()  # in place: W += scale * B A
-            self.backbone = merged
-            self.adapter = None
-            self._merged = True
-
-    def merge_from(self, place: str) -> None:
-        """Fold the adapter in the folder `place` into weights of which this process has a part
-        (`d2f.tensor_parallel`). Raises CheckpointError as `d2f.adapters.attach`."""
-        merge_into_parts(self, place)
-        self._merged = True
+            self.backbone, self.adapter, self.is_merged = merged, None, True

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import KW_ONLY, dataclass
+from dataclasses import KW_ONLY, dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -23,7 +23,6 @@ class _Facts:
 
     @property
     def family(self) -> str:
-        """Return the family's name in `d2f.families.FAMILIES`."""
         return self.contract.family
 
     @property
@@ -79,6 +78,7 @@ class ModelParts(_Facts):
     contract: how to read its logits. tokenizer: None where the checkpoint has none. adapter: the
     PEFT model around the backbone, or None. path: the folder that it was loaded from, None for a
     model made in memory. tensor_parallel: how many processes have a part of the backbone each.
+    is_merged: an adapter was folded into the weights. threads: of a forward on a CPU.
     """
 
     backbone: PreTrainedModel
@@ -88,6 +88,8 @@ class ModelParts(_Facts):
     adapter: PeftModel | None = None
     path: str | None = None
     tensor_parallel: int = 1
+    is_merged: bool = False
+    threads: int = field(default_factory=torch.get_num_threads)
 
     @property
     def config(self) -> PretrainedConfig:
@@ -102,13 +104,17 @@ class ModelParts(_Facts):
         return self.backbone.dtype
 
     @property
+    def is_adapted(self) -> bool:
+        """Say whether it has an adapter, beside the weights or merged into them."""
+        return self.adapter is not None or self.is_merged
+
+    @property
     def quantized(self) -> str | None:
         """Return the name of its quantisation (`d2f.quantize.QUANTISATIONS`), or None."""
         return getattr(self.backbone, "quantized", None)
 
     @property
     def precision(self) -> str:
-        """Name the dtype, such as ``float32``, or ``float32 int8-weight`` with quantised
-        weights."""
+        """Name the dtype, such as ``float32``, or ``float32 int8-weight`` where quantised."""
         dtype = str(self.dtype).removeprefix("torch.")
         return f"{dtype} {self.quantized}" if self.quantized else dtype

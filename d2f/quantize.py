@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from d2f.errors import InputError
+from d2f.errors import InputError, did_you_mean
 
 
 @dataclass(frozen=True)
@@ -27,14 +27,14 @@ class Quantisation:
 
     weights, activations: their type in the products, for tables. library: what computes it.
     no_cpu: why a CPU does not have it, empty where it does. capability: the least compute
-    capability of a CUDA GPU, None for any. bf16: it computes in bfloat16 alone.
+    capability of a CUDA GPU. bf16: it computes in bfloat16 alone.
     """
 
     weights: str
     activations: str
     library: str
     no_cpu: str = ""
-    capability: tuple[int, int] | None = None
+    capability: tuple[int, int] = (0, 0)
     bf16: bool = False
 
 
@@ -69,46 +69,16 @@ EXTRA = "quantize"  # of this package, with both libraries
 def check_quantize(name: str, device: torch.device, dtype: torch.dtype) -> None:
     """Raise InputError, with the reason, where a quantisation does not exist, does not run on this
     device or in this dtype, or needs a library that is not installed."""
-    expected = f"expected one of {', '.join(available(device)) or 'none'} on {device.type}"
     if name not in QUANTISATIONS:
-        raise InputError(f"quantize {name!r}: no such quantisation, {expected}")
-    reason = refusal(name, device)
+        near, known = did_you_mean(name, QUANTISATIONS), ", ".join(QUANTISATIONS)
+        raise InputError(f"quantize {name!r}: no such quantisation, expected one of {known}{near}")
+    found, reason = QUANTISATIONS[name], refusal(name, device)
     if reason:
-        raise InputError(f"quantize {name}: not on {device.type}: {reason}; {expected}")
-    found = QUANTISATIONS[name]
+        here = ", ".join(available(device)) or "none"
+        raise InputError(f"quantize {name}: not on {device.type}: {reason}; expected one of {here}")
     if found.bf16 and dtype != torch.bfloat16:
         raise InputError(f"quantize {name}: computes in bfloat16 alone, got the dtype {dtype}")
     require(found.library, f"quantize {name}")
-
-
-def available(device: torch.device) -> list[str]:
-    """List the quantisations that a device has."""
-    return [name for name in QUANTISATIONS if not refusal(name, device)]
-
-
-def refusal(name: str, device: torch.device) -> str:
-    """Say why a device does not have a quantisation; empty where it does."""
-    found = QUANTISATIONS[name]
-    if device.type == "cpu":
-        return found.no_cpu
-    if device.type != "cuda":
-        return "quantised weights are for CPUs and CUDA GPUs"
-    here = torch.cuda.get_device_capability(device)
-    if found.capability is not None and here < found.capability:
-        least, got = (".".join(map(str, pair)) for pair in (found.capability, here))
-        return f"it needs compute capability {least}, this GPU has {got}"
-    return ""
-
-
-def slowness(name: str, device: torch.device) -> str:
-    """Say why a quantisation is slow on this device; empty where it is not."""
-    plain = not (torch.cpu._is_vnni_supported() or torch.cpu._is_amx_tile_supported())
-    if name == "int8" and device.type == "cpu" and plain:
-        return (
-            "int8 is slower than no quantisation here: PyTorch has fast int8 products for CPUs "
-            "with AVX512-VNNI or AMX, and this one has neither"
-        )
-    return ""
 
 
 def require(library: str, what: str) -> None:
@@ -119,53 +89,58 @@ def require(library: str, what: str) -> None:
         )
 
 
-def loading_settings(name: str, dtype: torch.dtype) -> Any:
-    """Return a quantization_config for `from_pretrained`, which quantises each weight as it is
-    read: the whole model is never in memory unquantised. dtype: that of the computation."""
-    if QUANTISATIONS[name].library == "torchao":
-        from transformers import TorchAoConfig
+def available(device: torch.device) -> list[str]:
+    """List the quantisations that a device has."""
+    return [name for name in QUANTISATIONS if not refusal(name, device)]
 
-        return TorchAoConfig(_torchao_config(name))
-    from transformers import BitsAndBytesConfig
 
-    # Kept as bytes of `dtype`, so that FSDP can shard it in training.
-    return BitsAndBytesConfig(
-        load_in_4bit=True,
-        bnb_4bit_quant_type="nf4",
-        bnb_4bit_use_double_quant=True,
-        bnb_4bit_compute_dtype=dtype,
-        bnb_4bit_quant_storage=dtype,
+def refusal(name: str, device: torch.device) -> str:
+    """Say why a device does not have a quantisation; empty where it does."""
+    if device.type == "cpu":
+        return QUANTISATIONS[name].no_cpu
+    if device.type != "cuda":
+        return "quantised weights are for CPUs and CUDA GPUs"
+    here, least = torch.cuda.get_device_capability(device), QUANTISATIONS[name].capability
+    if here < least:
+        needed, got = (".".join(map(str, pair)) for pair in (least, here))
+        return f"it needs compute capability {needed}, this GPU has {got}"
+    return ""
+
+
+def slowness(name: str, device: torch.device) -> str:
+    """Say why a quantisation is slow on this device; empty where it is not."""
+    fast = torch.cpu._is_vnni_supported() or torch.cpu._is_amx_tile_supported()
+    if name != "int8" or device.type != "cpu" or fast:
+        return ""
+    return (
+        "int8 is slower than no quantisation here: PyTorch has fast int8 products for CPUs with "
+        "AVX512-VNNI or AMX, and this one has neither"
     )
 
 
-def quantize_layers(network: nn.Module, name: str) -> None:
-    """Quantise the linear layers of `network` in place, with the result of loading by
-    `loading_settings`: for weights that are in no file, such as those with a merged adapter."""
+def loading_settings(name: str, dtype: torch.dtype, device: torch.device) -> dict[str, Any]:
+    """Return options of `from_pretrained` that quantise each weight as it is read: the whole model
+    is never in memory unquantised. dtype: that of the computation."""
     if QUANTISATIONS[name].library == "torchao":
-        from torchao.quantization import quantize_
+        from transformers import TorchAoConfig
 
-        quantize_(network, _torchao_config(name))
-        return
-    from bitsandbytes.nn import Linear4bit, Params4bit
+        settings: Any = TorchAoConfig(torchao_config(name))
+    else:
+        from transformers import BitsAndBytesConfig
 
-    for module in list(network.modules()):
-        for child, layer in module.named_children():
-            if type(layer) is nn.Linear:
-                weight, bias = layer.weight, layer.bias
-                new = Linear4bit(
-                    layer.in_features, layer.out_features, bias is not None,
-                    compute_dtype=weight.dtype, quant_type="nf4", device="meta",
-                )  # fmt: skip
-                new.weight = Params4bit(
-                    weight.data, requires_grad=False, quant_type="nf4",
-                    quant_storage=weight.dtype, module=new,
-                )  # fmt: skip
-                new.bias = bias
-                # It quantises when it is moved to a device, even to its own.
-                setattr(module, child, new.to(weight.device).eval())
+        # Kept as bytes of `dtype`, so that FSDP can shard it in training.
+        settings = BitsAndBytesConfig(
+            load_in_4bit=True,
+            bnb_4bit_quant_type="nf4",
+            bnb_4bit_use_double_quant=True,
+            bnb_4bit_compute_dtype=dtype,
+            bnb_4bit_quant_storage=dtype,
+        )
+    return {"quantization_config": settings, "device_map": {"": device}}
 
 
-def _torchao_config(name: str) -> Any:
+def torchao_config(name: str) -> Any:
+    """Return torchao's own name of a quantisation."""
     from torchao import quantization as ao
 
     # set_inductor_config would change torch.compile for every model of the process.

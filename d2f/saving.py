@@ -7,16 +7,13 @@ import copy
 import dataclasses
 import json
 import shutil
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping
 from fnmatch import fnmatch
-from functools import partial
-from math import prod
 from pathlib import Path
 from typing import Any
 
 import torch
-from huggingface_hub import split_state_dict_into_shards_factory
+from huggingface_hub import split_torch_state_dict_into_shards
 from safetensors.torch import save_file
 from torch import Tensor, nn
 from transformers import AutoTokenizer, PreTrainedTokenizerBase, TokenizersBackend
@@ -41,55 +38,42 @@ CODE = Path(tokenization_d2f.__file__)
 OWN_CLASS = {"AutoTokenizer": [None, f"{CODE.stem}.{tokenization_d2f.D2FTokenizer.__name__}"]}
 
 
-def save(model: ModelParts, folder: str | Path, max_shard_size: int | str = MAX_SHARD_SIZE) -> None:
+def save(model: ModelParts, folder: Path, max_shard_size: int | str = MAX_SHARD_SIZE) -> None:
     """See `DiffusionModel.save`."""
     if model.device.type == "meta":
         raise InputError("a model on the meta device has no weights to save")
-    if model.adapter is None and model.quantized:
-        raise InputError(
-            f"{model.quantized} weights cannot be saved: save the model as it is without quantize, "
-            "it is quantised again whenever it is loaded"
-        )
-    if model.adapter is not None and model.path is None:
-        raise InputError(
-            "the adapter's base is in no folder, so nothing could load the adapter: "
-            "save the base first and load it, or merge_adapter()"
-        )
-    with replaced(Path(folder)) as beside:
+    with replaced(folder) as beside:
         if model.adapter is None:
             # All of it is written, so it belongs to no base any more.
             whole = {"base": None, "base_hash": None}
             save_model(model, beside, dtype=model.dtype, max_shard_size=max_shard_size, **whole)
-        else:
-            _save_named_adapter(model, beside)
+            return
+        if model.path is None:
+            raise InputError(
+                "the adapter's base is in no folder, so nothing could load the adapter: "
+                "save the base first and load it, or merge_adapter()"
+            )
+        # By its hub or bundled name another machine finds the base, too.
+        base = base_name(model.path) or str(Path(model.path).resolve())
+        hash_ = model.contract.base_hash or fingerprint(model.path)
+        save_adapter(model, beside, base=base, base_hash=hash_)
 
 
-def _save_named_adapter(model: ModelParts, folder: Path) -> None:
-    """Save the adapter with its base as it is named here and now: by its hub or bundled name, which
-    another machine finds too, else by its folder."""
-    assert model.path is not None
-    contract = dataclasses.replace(
-        model.contract,
-        base=base_name(model.path) or str(Path(model.path).resolve()),
-        base_hash=model.contract.base_hash or fingerprint(model.path),
-    )
-    save_adapter(ModelParts(model.backbone, contract, adapter=model.adapter), folder)
-
-
-def save_adapter(model: ModelParts, folder: Path) -> None:
-    """Write the adapter's weights, configuration and the model's contract into `folder`. Raises
-    CheckpointError for weights that are not finite."""
+def save_adapter(model: ModelParts, folder: Path, **contract: Any) -> None:
+    """Write the adapter's weights, configuration and the model's contract into `folder`. contract:
+    fields to change in the saved one. Raises CheckpointError for weights that are not finite."""
     from peft import get_peft_model_state_dict
 
     assert model.adapter is not None
+    saved = dataclasses.replace(model.contract, **contract)
     config = copy.copy(model.adapter.peft_config["default"])
-    config.base_model_name_or_path, config.inference_mode = model.contract.base or "", True
+    config.base_model_name_or_path, config.inference_mode = saved.base or "", True
     folder.mkdir(parents=True, exist_ok=True)
     weights = get_peft_model_state_dict(model.adapter, save_embedding_layers=False)
     write_weights(weights, folder / ADAPTER_WEIGHTS)
     values = {k: sorted(v) if isinstance(v, set) else v for k, v in config.to_dict().items()}
     _write_json(folder / ADAPTER_CONFIG, values)
-    model.contract.save(folder)
+    saved.save(folder)
 
 
 def save_model(
@@ -104,16 +88,14 @@ def save_model(
 
     Its weights are in `dtype`, those of an adapter merged into them in fp32 (the model stays as it
     is). contract: fields to change in the saved one. Raises CheckpointError for weights that are
-    not finite in `dtype`, InputError for a max_shard_size that is none.
+    not finite in `dtype`, InputError for quantised ones and for a max_shard_size that is none.
     """
     folder.mkdir(parents=True, exist_ok=True)
     config = copy.deepcopy(model.backbone.config)  # the model in memory keeps its dtype
     config.dtype = dtype
     config.architectures = [type(model.backbone).__name__]
     config.save_pretrained(folder)
-    write_shards(weights_of(model.backbone), folder, dtype, max_shard_size)
-    if model.tokenizer is not None:
-        save_tokenizer(model.tokenizer, folder)
+    _write(model, folder, dtype, max_shard_size, {})
     dataclasses.replace(model.contract, **contract).save(folder)
 
 
@@ -130,28 +112,16 @@ def save_official(
     CheckpointError for a family whose format is not known or a model that it cannot say, and as
     `save_model`.
     """
-    values = official_config(model)  # raises before the folder is made
+    values, names = check_official(model)  # raises before the folder is made
     folder.mkdir(parents=True, exist_ok=True)
-    official_name = FAMILIES[model.family].official_name
-    weights = {official_name(k): value for k, value in weights_of(model.backbone).items()}
-    write_shards(weights, folder, dtype, max_shard_size)
-    values["torch_dtype"] = str(dtype).removeprefix("torch.")
-    _write_json(folder / "config.json", values)
-    if model.tokenizer is not None:
-        save_tokenizer(model.tokenizer, folder)
+    _write_json(folder / "config.json", values | {"torch_dtype": str(dtype)[len("torch.") :]})
+    _write(model, folder, dtype, max_shard_size, names)
     for path in _code(model, values):
         shutil.copy(path, folder)
     model.contract.save(folder)
 
 
-def check_official(model: ModelParts) -> None:
-    """Raise CheckpointError unless `save_official` can write the model."""
-    official_config(model)
-    for name in weights_of(model.backbone):
-        FAMILIES[model.family].official_name(name)
-
-
-# These decide a forward: a configuration that is read back must have the same.
+# What decides a forward; a configuration that is read back must give the same.
 _SHAPE = (
     "vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads",
     "num_key_value_heads", "head_dim", "hidden_act", "rms_norm_eps", "rope_parameters",
@@ -159,9 +129,10 @@ _SHAPE = (
 )  # fmt: skip
 
 
-def official_config(model: ModelParts) -> dict[str, Any]:
-    """Say the model in the family's own fields: the config.json of an official base, else one made
-    from transformers' configuration. Raises CheckpointError."""
+def check_official(model: ModelParts) -> tuple[dict[str, Any], dict[str, str]]:
+    """Return the model in the family's own fields (the config.json of an official base, else one
+    made from transformers' configuration) and its weights' official names by transformers'. Raises
+    CheckpointError for what the format cannot say."""
     family = FAMILIES[model.family]
     if family.official_config is None:
         known = sorted(name for name, other in FAMILIES.items() if other.official_config)
@@ -186,7 +157,7 @@ def official_config(model: ModelParts) -> dict[str, Any]:
             f"the family {model.family} cannot say what this model is: "
             + "; ".join(f"{k}: expected {ours.get(k)!r}, got {made.get(k)!r}" for k in differ)
         )
-    return values
+    return values, {name: family.official_name(name) for name in _weights(model.backbone)}
 
 
 def _code(model: ModelParts, values: Mapping[str, Any]) -> list[Path]:
@@ -194,30 +165,26 @@ def _code(model: ModelParts, values: Mapping[str, Any]) -> list[Path]:
     return sorted(Path(model.path or "").glob("*.py")) if values.get("auto_map") else []
 
 
-@dataclass(frozen=True)
-class Weight:
-    """A tensor that is about to be written. read: gives it, or computes it then."""
-
-    shape: tuple[int, ...]
-    read: Callable[[], Tensor]
+# Weights: an adapter is merged into them one layer at a time, as they are written.
 
 
-def weights_of(backbone: Any) -> dict[str, Weight]:
-    """List a model's weights by transformers' names, those of an adapter merged into them as they
-    are read. Output weights that are the embeddings are left out."""
-    found: dict[str, Weight] = {}
-    adapted = [name for name, module in backbone.named_modules() if base_of(module) is not None]
-    for name, value in backbone.state_dict().items():
-        inside = next((one for one in adapted if name.startswith(f"{one}.")), None)
-        if inside is None:
-            found[name] = Weight(tuple(value.shape), value.detach)
-    for name in adapted:
-        layer = backbone.get_submodule(name)
-        if any(name.startswith(f"{other}.") for other in adapted):
-            continue  # a wrapper's own parts
+def _weights(backbone: Any) -> dict[str, tuple[Tensor, nn.Module | None, str]]:
+    """List a model's weights by transformers' names: the tensor, and for one that an adapter
+    changes the layer, whose merged copy has it by the name that comes last. Output weights that
+    are the embeddings are left out."""
+    layers: dict[str, nn.Module] = {}
+    for name, module in backbone.named_modules():  # a wrapper comes before its own parts
+        if base_of(module) is not None and not name.startswith(tuple(f"{n}." for n in layers)):
+            layers[name] = module
+    inside = tuple(f"{name}." for name in layers)
+    found: dict[str, Any] = {
+        name: (value, None, "")
+        for name, value in backbone.state_dict().items()
+        if not name.startswith(inside)
+    }
+    for name, layer in layers.items():
         base: Any = base_of(layer)
-        for key, value in base.state_dict().items():
-            found[f"{name}.{key}"] = Weight(tuple(value.shape), partial(_merged, layer, key))
+        found |= {f"{name}.{k}": (value, layer, k) for k, value in base.state_dict().items()}
     if backbone.config.tie_word_embeddings:  # safetensors does not write one tensor twice
         found.pop("lm_head.weight", None)
     return found
@@ -228,52 +195,55 @@ def base_of(module: Any) -> nn.Module | None:
     return getattr(module, "original_module", None) or getattr(module, "base_layer", None)
 
 
-def merged_module(layer: Any) -> Any:
+def merged(layer: Any) -> nn.Module:
     """Return a copy of a module that PEFT adapts, on the CPU in fp32, with the adapter merged."""
     base: Any = base_of(layer)
-    dtype = torch.promote_types(base.weight.dtype, torch.float32)
-    layer = copy.deepcopy(layer).to("cpu", dtype)
+    layer = copy.deepcopy(layer).to("cpu", torch.promote_types(base.weight.dtype, torch.float32))
     if hasattr(layer, "unload_and_optionally_merge_module"):
         return layer.unload_and_optionally_merge_module(True, False, None)
     layer.merge()
     return layer.get_base_layer()
 
 
-def _merged(layer: nn.Module, key: str) -> Tensor:
-    return merged_module(layer).state_dict()[key]
-
-
-def write_shards(
-    weights: Mapping[str, Weight],
+def _write(
+    model: ModelParts,
     folder: Path,
     dtype: torch.dtype,
-    max_shard_size: int | str = MAX_SHARD_SIZE,
+    max_shard_size: int | str,
+    names: Mapping[str, str],
 ) -> None:
-    """Write weights in `dtype` to `folder`: ``model.safetensors``, or files of at most
-    `max_shard_size` (bytes, or as ``5GB``; a larger tensor has a file of its own) with their index.
-
-    Raises CheckpointError for values that are not finite in `dtype`, InputError for a size that is
-    none.
-    """
+    """Write tokenizer and weights: ``model.safetensors``, or files of at most `max_shard_size`
+    (bytes, or as ``5GB``; a larger tensor has a file of its own) with their index. names: of the
+    file, by transformers' names, where they differ."""
+    if model.quantized:
+        raise InputError(
+            f"{model.quantized} weights cannot be saved: save the model as it is without quantize, "
+            "it is quantised again whenever it is loaded"
+        )
+    weights = {names.get(name, name): found for name, found in _weights(model.backbone).items()}
+    shapes = {name: found[0].to("meta", dtype) for name, found in weights.items()}
     try:
         if isinstance(max_shard_size, int) and max_shard_size < 1:
             raise ValueError
-        plan = split_state_dict_into_shards_factory(
-            dict(weights),
-            get_storage_size=lambda weight: prod(weight.shape) * dtype.itemsize,
-            filename_pattern="model{suffix}.safetensors",
-            max_shard_size=max_shard_size,
+        plan = split_torch_state_dict_into_shards(
+            shapes, filename_pattern="model{suffix}.safetensors", max_shard_size=max_shard_size
         )
     except ValueError as error:
         raise InputError(
             f"max_shard_size must be a number of bytes, or as 5GB, got {max_shard_size!r}"
         ) from error
-    for file, names in plan.filename_to_tensors.items():
-        shard = {name: weights[name].read().to("cpu", dtype) for name in names}
+    for file, inside in plan.filename_to_tensors.items():
+        shard = {}
+        for name in inside:
+            value, layer, key = weights[name]
+            value = value if layer is None else merged(layer).state_dict()[key]
+            shard[name] = value.detach().to("cpu", dtype)
         write_weights(shard, folder / file)
     if plan.is_sharded:
         index = {"metadata": plan.metadata, "weight_map": plan.tensor_to_filename}
         _write_json(folder / INDEX, index)
+    if model.tokenizer is not None:
+        save_tokenizer(model.tokenizer, folder)
 
 
 def write_weights(weights: Mapping[str, Tensor], path: Path) -> None:
@@ -327,31 +297,31 @@ def _write_json(path: Path, values: Mapping[str, object]) -> None:
     path.write_text(text, encoding="utf-8")
 
 
+# What a save writes; the tokenizer's files are those of any kind of tokenizer.
+_SAVED = (
+    "config.json", "model*.safetensors*", FILE_NAME, CODE.name, "adapter_*", "tokenizer*",
+    "special_tokens_map.json", "added_tokens.json", "chat_template.jinja", "vocab*", "merges.txt",
+)  # fmt: skip
+
+
 @contextlib.contextmanager
 def replaced(place: Path) -> Iterator[Path]:
     """Make an empty folder, to be filled in the body, that takes the place of `place` afterwards.
 
-    Raises InputError where `place` is there and is neither empty nor a model of the same files, so
-    that no file is removed that is not written again. Raises OutputError where it cannot be
-    written.
+    Raises InputError where `place` holds anything but an earlier save, so that no file is lost that
+    is not written again. Raises OutputError where it cannot be written.
     """
     place = place.resolve()
     if place.exists() and not place.is_dir():
         raise InputError(f"{place}: expected a folder to save to, this is a file")
     there = {path.name for path in place.iterdir()} if place.is_dir() else set()
-    if there and FILE_NAME not in there:
+    if FILE_NAME in there:
+        there = {name for name in there if not any(fnmatch(name, kind) for kind in _SAVED)}
+    if there:
         raise InputError(
-            f"{place} holds {_some(there)}: expected an empty folder, or a saved model"
+            f"{place} holds {', '.join(sorted(there)[:3])}, which a saved model does not have: "
+            "expected a new folder, or an earlier save"
         )
     make_folder(place.parent)
     with writing_folder(place) as new:
         yield new
-        others = there - {path.name for path in new.iterdir()} - {INDEX, CODE.name}
-        others = {name for name in others if not fnmatch(name, "model*.safetensors")}
-        if others:
-            raise InputError(f"{place} holds {_some(others)}, which a saved model does not have")
-
-
-def _some(names: set[str]) -> str:
-    first = sorted(names)[:3]
-    return ", ".join(first) + f" and {len(names) - 3} more" * (len(names) > 3)

@@ -9,23 +9,59 @@ Each rank reads and keeps a part of every matrix, and computes with its part of 
     gate_proj, up_proj, down_proj              half of the MLP    half: all-reduce
     embeddings, lm_head: rows                  half the vocabulary each: gathered
 
-`d2f.leading` keeps the processes in step.
+Only forwards and caches are shared. Rank 0 alone has requests, decoders and sampling; the others
+repeat its forwards and cache operations (`follow`), in the same order::
+
+    rank 0                                           rank 1
+    engine: a cache of 96 slots   -- cache ----->    96 slots for its own heads
+    engine: a forward             -- rows ------>    the same rows
+            layer by layer        <- all-reduce ->
+            logits, choice of tokens                 logits, not read
+
+A script that torchrun starts (``torchrun --nproc-per-node 2 script.py``)::
+
+    model = d2f.load("tiny-d2f", tensor_parallel=2)
+    if rank() == 0:
+        print(decode.generate(model, prompts, "d2f"))
+    else:
+        follow()  # until rank 0 ends
+
+Messages are broadcast in a gloo group of their own, which raises at once where a process is gone;
+torchrun ends the others when one has failed.
 """
 
 from __future__ import annotations
 
+import atexit
+import contextlib
+import itertools
 import os
-from typing import Any
+import signal
+import threading
+import weakref
+from collections import deque
+from collections.abc import Iterator
+from datetime import timedelta
+from typing import Any, NoReturn
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor, distribute_tensor
 from transformers import PretrainedConfig
 
-from d2f.adapters import fitting_adapter
-from d2f.device import check_processes
-from d2f.errors import InputError
-from d2f.parts import ModelParts
+from d2f.attention import SpanPlan
+from d2f.cache import SlotCache
+from d2f.device import check_processes, rank
+from d2f.errors import InputError, RankError
+from d2f.model import DiffusionModel
+from d2f.saving import base_of, merged
+
+SECONDS_TO_JOIN = 120
+END = ("end",)
+
+
+# Loading a part.
 
 
 def check_parallel(size: int, device: torch.device, *, quantize: bool = False) -> torch.device:
@@ -74,20 +110,22 @@ def sharded(size: int) -> dict[str, Any]:
     return {"distributed_config": DistributedConfig(tp_plan="auto", tp_size=size)}
 
 
-def merge_into_parts(model: ModelParts, place: str) -> None:
-    """Add an adapter to the weights of which this rank has a part; its contract, if any, becomes
-    the model's. Raises as `d2f.adapters.attach`."""
-    adapter = fitting_adapter(model, place)
-    adapter.fill()
-    for name in adapter.modules:
-        part = model.backbone.get_submodule(name)
-        # Go module by module: gather its weights, merge, keep this rank's part.
-        whole = {key: whole_of(value) for key, value in part.named_parameters()}
-        merged = adapter.merged(name, whole)
-        for key, value in part.named_parameters():
-            _set(value, merged.get_parameter(key))
-    if adapter.contract is not None:
-        model.contract = adapter.contract
+def merge_into_parts(model: DiffusionModel, adapted: DiffusionModel) -> None:
+    """Merge the adapter of `adapted`, the whole model on the CPU, into the parts of this rank, one
+    module after the other; the model's contract becomes that of `adapted`."""
+    for name, part in model.backbone.named_modules():
+        layer = adapted.backbone.get_submodule(name)
+        if base_of(layer) is None:
+            continue
+        whole = merged(layer)
+        for key, weight in part.named_parameters():
+            value = whole.get_parameter(key).detach().to(weight.device, weight.dtype)
+            if isinstance(weight, DTensor):
+                # Every rank has the whole and takes its part; nothing is sent.
+                mesh, placements = weight.device_mesh, weight.placements
+                value = distribute_tensor(value, mesh, placements, src_data_rank=None)
+            own_part(weight).data.copy_(own_part(value))
+    model.contract, model.is_merged = adapted.contract, True
 
 
 def own_part(tensor: Tensor) -> Tensor:
@@ -95,14 +133,165 @@ def own_part(tensor: Tensor) -> Tensor:
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
-def whole_of(tensor: Tensor) -> Tensor:
-    """Gather a tensor of which each process has a part."""
-    return (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).detach()
+# Messages between the ranks.
+
+_control: Any = None  # the group that messages go through
+_lock = threading.RLock()  # its holder may send and take part in a collective: one order on all
 
 
-def _set(weight: Tensor, value: Tensor) -> None:
-    value = value.detach().to(weight.device, weight.dtype)
-    if isinstance(weight, DTensor):
-        # Every rank has the whole and takes its part; nothing is sent.
-        value = distribute_tensor(value, weight.device_mesh, weight.placements, src_data_rank=None)
-    own_part(weight).data.copy_(own_part(value))
+def join(device: torch.device) -> None:
+    """Join the processes that torchrun started, at the first call. Raises InputError where they do
+    not find each other."""
+    global _control
+    if _control is not None:
+        return
+    on_gpu = device.type == "cuda"
+    try:
+        if on_gpu:
+            torch.cuda.set_device(device)
+        dist.init_process_group(
+            "nccl" if on_gpu else "gloo",
+            timeout=timedelta(seconds=SECONDS_TO_JOIN),
+            device_id=device if on_gpu else None,
+        )
+        # A server may wait for its next request for as long as it likes.
+        _control = dist.new_group(backend="gloo", timeout=timedelta(days=365))
+    except (OSError, RuntimeError, ValueError) as error:
+        raise InputError(f"the ranks did not find each other: {error}") from error
+    if rank() == 0:
+        atexit.register(_end)
+
+
+def _send(*message: Any) -> None:
+    """Rank 0: give all others a message. Raises RankError."""
+    with _lock, _together():
+        dist.broadcast_object_list([message], src=0, group=_control)
+
+
+@contextlib.contextmanager
+def _together() -> Iterator[None]:
+    """Do in the body what all ranks do; an error there means that one of them is gone. Raises
+    RankError."""
+    try:
+        yield
+    except Exception as error:
+        raise RankError(f"rank {rank()} lost the others: {error}; all ranks end") from error
+
+
+def _end() -> None:
+    with contextlib.suppress(Exception), _lock:  # the others may be gone already
+        dist.broadcast_object_list([END], src=0, group=_control)
+
+
+# Rank 0 leads.
+
+_models: list[DiffusionModel] = []  # those in parts, loaded in the same order on every rank
+_cache_numbers = itertools.count()
+_forgotten: deque[int] = deque()  # numbers of caches that nobody has any more
+
+
+def kind_of_rank() -> type[DiffusionModel]:
+    """Return the class that this rank makes of its part of a model."""
+    return LeadingModel if rank() == 0 else DiffusionModel
+
+
+def announce(model: DiffusionModel) -> None:
+    """Number a model, for messages: all ranks load the same models in the same order."""
+    _models.append(model)
+
+
+class LeadingModel(DiffusionModel):
+    """Rank 0's part of a model; its forwards and caches are those of all ranks. What needs the
+    whole weights raises InputError."""
+
+    def decode_rows(
+        self, tokens: Tensor, positions: Tensor, plan: SpanPlan, cache: SlotCache, read: Tensor
+    ) -> Tensor:
+        """See `DiffusionModel.decode_rows`. Raises RankError, too."""
+        assert isinstance(cache, LeadingCache) and cache.slots is not None
+        arrays = [x.cpu().numpy() for x in (tokens, positions, cache.slots, plan.spans, read)]
+        with _lock:
+            _send("rows", cache.number, arrays, plan.segments)
+            with _together():
+                return super().decode_rows(tokens, positions, plan, cache, read)
+
+    def new_cache(self, slots: int) -> SlotCache:
+        """See `DiffusionModel.new_cache`; every rank makes one, for its heads."""
+        return LeadingCache(self, slots)
+
+    def hidden(self, *args: object, **kwargs: object) -> NoReturn:
+        self._refuse("a forward without a cache")
+
+    def compile(self) -> NoReturn:
+        self._refuse("compiling")
+
+    def save(self, *args: object, **kwargs: object) -> NoReturn:
+        self._refuse("saving")
+
+    def _refuse(self, what: str) -> NoReturn:
+        raise InputError(f"{what} needs the whole model: load it without tensor_parallel")
+
+
+class LeadingCache(SlotCache):
+    """Rank 0's part of a cache. What is done with it, all ranks do."""
+
+    def __init__(self, model: LeadingModel, slots: int):
+        config = model.backbone.config
+        heads = config.num_key_value_heads // model.tensor_parallel
+        super().__init__(config, slots, dtype=model.dtype, device=model.device, heads=heads)
+        self.number = next(_cache_numbers)
+        with _lock:
+            while _forgotten:
+                _send("drop", _forgotten.popleft())
+            _send("cache", self.number, _models.index(model), slots)
+        # A destructor runs at any moment, also while something is sent: it only leaves a note.
+        weakref.finalize(self, _forgotten.append, self.number).atexit = False
+
+    def clear(self, start: int, stop: int) -> None:
+        """See `SlotCache.clear`."""
+        _send("clear", self.number, start, stop)
+        super().clear(start, stop)
+
+    def copy(self, source: Tensor, target: Tensor) -> None:
+        """See `SlotCache.copy`."""
+        _send("copy", self.number, source.cpu().numpy(), target.cpu().numpy())
+        super().copy(source, target)
+
+
+def follow() -> None:
+    """On a rank behind the first, once every model is loaded: do what rank 0 does until it ends.
+
+    Signals are rank 0's to take. Raises RankError where a process is gone.
+    """
+    for one in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(one, signal.SIG_IGN)
+    caches: dict[int, tuple[DiffusionModel, SlotCache]] = {}
+    while True:
+        box: list[Any] = [None]
+        with _together(), torch.inference_mode():
+            dist.broadcast_object_list(box, src=0, group=_control)
+            if box[0] == END:
+                return
+            _repeat(caches, *box[0])
+
+
+def _repeat(
+    caches: dict[int, tuple[DiffusionModel, SlotCache]], what: str, number: int, *given: Any
+) -> None:
+    """Carry out a message of rank 0 about the cache of that number."""
+    if what == "cache":
+        model, slots = _models[given[0]], given[1]
+        caches[number] = model, model.new_cache(slots)
+    elif what == "drop":
+        del caches[number]
+    elif what == "clear":
+        caches[number][1].clear(*given)
+    elif what == "copy":
+        caches[number][1].copy(*map(torch.from_numpy, given))
+    else:
+        model, cache = caches[number]
+        arrays, segments = given
+        tokens, positions, cache.slots, spans, read = (
+            torch.from_numpy(array).to(model.device) for array in arrays
+        )
+        model.decode_rows(tokens, positions, SpanPlan(spans, segments), cache, read)

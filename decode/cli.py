@@ -77,7 +77,10 @@ class ModelOptions:
     merge: bool = True
     """fold the adapter into the weights, or keep it beside them"""
     family: Annotated[str | None, arg(metavar="NAME")] = None
-    """llada, dream, sdar, wedlm or causal (default: what the checkpoint says)"""
+    """llada, dream, sdar, wedlm or causal (default: what the checkpoint says); one that is named is
+    taken although the checkpoint has keys that it does not know"""
+    mask_id: Annotated[int | None, arg(metavar="ID")] = None
+    """the mask token's id (default: what the checkpoint says)"""
     dtype: Literal["auto", "float32", "fp32", "bfloat16", "bf16", "float16", "fp16"] | None = None
     """auto is bfloat16 where that is fast: on a GPU, on a CPU with AMX or AVX512-BF16 (default:
     float32 on a CPU, bfloat16 elsewhere)"""
@@ -441,7 +444,9 @@ def check_options(options: ModelOptions) -> None:
 def checked_outline(options: ModelOptions) -> DiffusionModel:
     """Check the device, and outline the model that the options name. Raises InputError."""
     check_options(options)
-    return outline(options.model, options.adapter, options.family, options.tensor_parallel)
+    return outline(
+        options.model, options.adapter, options.family, options.tensor_parallel, options.mask_id
+    )
 
 
 def outline(
@@ -449,6 +454,7 @@ def outline(
     adapter: str | None = None,
     family: str | None = None,
     tensor_parallel: int = 1,
+    mask_id: int | None = None,
 ) -> DiffusionModel:
     """Load a model without its weights, which are neither read nor fetched: its contract (the
     adapter's where it has one), tokenizer and context, which a decoder and prompts are checked
@@ -456,7 +462,7 @@ def outline(
     import d2f
     from d2f.loading import describe
 
-    shape = describe(name, adapter=adapter, family=family)
+    shape = describe(name, adapter=adapter, family=family, mask_id=mask_id)
     shape = replace(shape, adapter=None, base_contract=shape.contract)
     return d2f.load(shape, device="meta", tensor_parallel=tensor_parallel)
 
@@ -471,6 +477,7 @@ def load(options: ModelOptions) -> tuple[DiffusionModel, str]:
         options.model,
         adapter=options.adapter,
         family=options.family,
+        mask_id=options.mask_id,
         dtype=options.dtype,
         device=options.device,
         quantize=options.quantize,
@@ -497,7 +504,7 @@ def followed(options: ModelOptions, each: Iterable[ModelOptions] = ()) -> bool:
     are several. Raises InputError, which the first rank reports, and RankError."""
     if options.tensor_parallel == 1 or rank() == 0:
         return False
-    from d2f.leading import follow
+    from d2f.tensor_parallel import follow
 
     for one in each or [options]:
         check_options(one)

@@ -772,14 +772,13 @@ def draw_problems_of(
 
 def run(options: Options, console: Console | None = None) -> None:
     """Tune as the options say, and show the result. Raises InputError before any work."""
-    from decode.cli import check_options, outline
+    from decode.cli import checked_outline
 
     console = console or standard_output(PLAIN_WIDTH)
     require_extra("tune", "tuning", "optuna")
     values = {one.name: getattr(options, one.name) for one in fields(SearchOptions)}
     tuning = Tuning(tasks=options.chosen, decoder=options.decoder, lists=options.given, **values)
-    check_options(options)
-    shape = outline(options.model, options.adapter, options.family)
+    shape = checked_outline(options)
     grid = tuning.grid(shape.contract)
     draw_problems_of(tuning, shape, grid)  # before the weights are read
     give_notices(tuning.chosen)

@@ -17,9 +17,10 @@ from every_decoder import KINDS
 
 import d2f
 import decode
+from d2f.device import rank
 from d2f.errors import InputError
-from d2f.leading import follow, rank
 from d2f.model import DiffusionModel
+from d2f.tensor_parallel import follow
 from decode.decoders import Decoder
 from decode.engine.engine import Engine
 from decode.engine.request import Request

@@ -3,10 +3,8 @@
 import shutil
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
-from d2f import chat
+from d2f import chat, load
 from d2f.errors import InputError
 from d2f.loading import load_tokenizer
 from d2f.models import HERE, names
@@ -18,20 +16,14 @@ MESSAGES = [
     {"role": "assistant", "content": "Because."},
     {"role": "user", "content": "Oh.", "name": None},
 ]
+QUESTION = MESSAGES[1]
 TEMPLATES = {
-    "plain": "{% for m in messages %}{{ m.role }}: {{ m['content'] | trim }}\n{% endfor %}",
     "tools": "{{ messages | tojson(indent=2) }}{% if tools is none %}-{% endif %}{{ eos_token }}",
-    "json": "{{ messages | tojson(true, 1, [',', ':'], true) }}"
-    "{{ messages | tojson(separators=['; ', '='], sort_keys=true) }}",
-    "types": "{{ dict.fromkeys('ab', 1) }}{% set ns = namespace({'a': 1}, b=2) %}{{ ns.a + ns.b }}",
-    "namespace": "{% set ns = namespace(n=0) %}{% for m in messages %}{% if m.role == 'user' %}"
-    "{% set ns.n = ns.n + 1 %}{% endif %}{% endfor %}{{ ns.n }}",
     "controls": "{% for m in messages %}{% if loop.index > 2 %}{% break %}{% endif %}"
     "    {% if true %}\n{{ m.content }}\n    {% endif %}\n{% endfor %}",
     "generation": "{% for m in messages %}{% if m.role == 'assistant' %}{% generation %}"
     "{{ m.content }}{% endgeneration %}{% endif %}{% endfor %}",
-    "macro": "{% macro a(x, n=2) %}{{ x * n }}{% endmacro %}{{ a('=') }}{{ a(messages[0].role) }}"
-    "{% if add_generation_prompt %}>{% endif %}{{ dict(a=1).items() | list }}",
+    "prompt": "{{ messages[0].role }}{% if add_generation_prompt %}>{% endif %}",
     "names": "{{ messages[3].name is defined }}{{ undefined_thing }}{{ strftime_now('%Y') }}",
 }
 
@@ -47,34 +39,16 @@ def theirs(tokenizer, messages, **options):
     return tokenizer.apply_chat_template(messages, add_generation_prompt=True, **options)
 
 
-@pytest.mark.parametrize("name", sorted(TEMPLATES))
-def test_the_text_is_that_of_transformers(tokenizer, name):
-    tokenizer.chat_template = TEMPLATES[name]
-    assert chat.render(tokenizer, MESSAGES) == theirs(tokenizer, MESSAGES, tokenize=False)
-    assert chat.encode(tokenizer, MESSAGES) == list(theirs(tokenizer, MESSAGES, return_dict=False))
-
-
-roles = st.sampled_from(["user", "assistant", "system"])
-texts = st.text(st.characters(exclude_categories=["Cs"]), max_size=30)
-conversations = st.lists(st.fixed_dictionaries({"role": roles, "content": texts}), min_size=1)
-
-
-@given(
-    messages=conversations,
-    name=st.sampled_from(["controls", "generation", "namespace", "plain", "tools"]),
-)
-def test_any_messages_are_written_as_by_transformers(messages, name):
-    tokenizer = load_tokenizer(str(HERE / "tiny-d2f"))
-    tokenizer.chat_template = TEMPLATES[name]
-    assert chat.render(tokenizer, messages) == theirs(tokenizer, messages, tokenize=False)
-
-
-def test_the_bundled_templates():
-    for name in names():
-        tokenizer = load_tokenizer(str(HERE / name))
-        if tokenizer is not None:
-            ours = chat.render(tokenizer, MESSAGES[1:2])
-            assert ours == theirs(tokenizer, MESSAGES[1:2], tokenize=False)
+def test_the_text_is_that_of_transformers(tokenizer):
+    for template in TEMPLATES.values():
+        tokenizer.chat_template = template
+        assert chat.render(tokenizer, MESSAGES) == theirs(tokenizer, MESSAGES, tokenize=False)
+        ids = list(theirs(tokenizer, MESSAGES, return_dict=False))
+        assert chat.encode(tokenizer, MESSAGES) == ids
+    for bundled in map(load_tokenizer, (str(HERE / name) for name in names())):
+        if bundled is not None:
+            text = theirs(bundled, [QUESTION], tokenize=False)
+            assert chat.render(bundled, [QUESTION]) == text
 
 
 @pytest.mark.parametrize(
@@ -84,8 +58,6 @@ def test_the_bundled_templates():
         ("{% for %}", "TemplateSyntaxError"),
         ("{{ messages[9].content.x }}", "UndefinedError"),
         ("{{ ''.__class__.__mro__[1].__subclasses__() }}", "SecurityError"),
-        ("{% set x = namespace(__class__=1) %}", "SecurityError"),
-        ("{% set x = namespace() %}{% set x._y = 1 %}", "SecurityError"),
         ("{{ messages.append(1) }}", "SecurityError"),
     ],
 )
@@ -107,19 +79,16 @@ def test_what_is_no_message(tokenizer):
 
 
 def test_a_last_message_that_begins_the_answer_follows_to_the_letter(tokenizer):
-    question, begun = MESSAGES[1], {"role": "assistant", "content": "<b> x\n", "prefix": True}
-    assert chat.render(tokenizer, [question, begun]) == (
-        chat.render(tokenizer, [question]) + "<b> x\n"
-    )
-    for wrong in ([begun], [question, begun | {"content": 3}]):
+    begun = {"role": "assistant", "content": "<b> x\n", "prefix": True}
+    alone = chat.render(tokenizer, [QUESTION])
+    assert chat.render(tokenizer, [QUESTION, begun]) == alone + "<b> x\n"
+    for wrong in ([begun], [QUESTION, begun | {"content": 3}]):
         with pytest.raises(InputError, match="expected"):
             chat.render(tokenizer, wrong)
 
 
 def test_a_folder_without_a_vocabulary_has_no_tokenizer(tmp_path):
     """Its special tokens alone would make no token of any prompt."""
-    from d2f import load
-
     folder = shutil.copytree(HERE / "tiny-d2f", tmp_path / "model")
     (folder / "tokenizer.json").unlink()
     model = load(folder, device="cpu")

@@ -14,7 +14,7 @@ from safetensors.torch import load_file, save_file
 from tiny import random_model
 
 import d2f.checkpoint
-from d2f.checkpoint import fingerprint, folder_of, read_object
+from d2f.checkpoint import fingerprint, folder_of
 from d2f.errors import CheckpointError, InputError
 from d2f.loading import describe, load, load_tokenizer
 from d2f.models import HERE
@@ -22,7 +22,6 @@ from d2f.saving import save_model
 from decode.compare.config import Transformers
 from decode.compare.local import TransformersRunner
 
-FAMILIES = ["llada", "dream"]
 WHOLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 
 
@@ -49,8 +48,8 @@ def edit_weights(folder, change):
     save_file(weights, folder / WHOLE, metadata={"format": "pt"})
 
 
-def refused(folder, *patterns, error=CheckpointError, **options):
-    with pytest.raises(error) as caught:
+def refused(folder, *patterns, **options):
+    with pytest.raises(CheckpointError) as caught:
         load(folder, device="cpu", **options)
     for pattern in patterns:
         assert pattern in str(caught.value)
@@ -63,8 +62,8 @@ def refused(folder, *patterns, error=CheckpointError, **options):
 def test_each_weight_that_is_missing_renamed_or_misshapen_is_named(tmp_path, family):
     save_model(random_model(family), tmp_path, dtype=torch.float32)
     weights = load_file(tmp_path / WHOLE)
-    some = [key for key in weights if ".layers.0." in key or "layers" not in key][::2]
-    assert len(some) > 5
+    some = [key for key in weights if ".layers.0." in key or "layers" not in key][::3]
+    assert len(some) > 3
     for key in some:
         value = weights[key]
         for change, said in (
@@ -78,67 +77,48 @@ def test_each_weight_that_is_missing_renamed_or_misshapen_is_named(tmp_path, fam
 
 
 @pytest.mark.parametrize(
-    ("family", "key", "change", "said"),
+    ("key", "change", "said"),
     [
-        ("llada", "blocks.1.ff_proj.weight", None, "1 missing: model.layers.1.mlp.gate_proj"),
-        ("llada", "ff_out.weight", None, "1 missing: lm_head.weight"),
-        (
-            "llada",
-            "blocks.0.q_norm.weight",
-            (64,),
-            "1 unexpected: model.transformer.blocks.0.q_nor",
-        ),
-        ("llada", "blocks.3.attn_norm.weight", (64,), "layers.3.input_layernorm.weight"),
-        ("llada", "blocks.0.attn_out.weight", (64, 48), "expected shape [64, 64], got [64, 48]"),
+        ("blocks.1.ff_proj.weight", None, "1 missing: model.layers.1.mlp.gate_proj"),
+        ("ff_out.weight", None, "1 missing: lm_head.weight"),
+        ("blocks.0.q_norm.weight", (64,), "1 unexpected: model.transformer.blocks.0.q_nor"),
+        ("blocks.3.attn_norm.weight", (64,), "layers.3.input_layernorm.weight"),
+        ("blocks.0.attn_out.weight", (64, 48), "expected shape [64, 64], got [64, 48]"),
     ],
 )
-def test_a_weight_under_an_official_name(copy, family, key, change, said):
-    folder, key = copy(family), f"model.transformer.{key}"
+def test_a_weight_under_an_official_name(copy, key, change, said):
+    folder, key = copy("llada"), f"model.transformer.{key}"
     edit_weights(
         folder, lambda w: w.pop(key) if change is None else w.update({key: torch.zeros(change)})
     )
     refused(folder, said)
 
 
-def test_fewer_layers_in_the_file_than_in_the_config(copy):
-    refused(copy("llada", n_layers=4), "9 missing", "model.layers.3.")
-
-
-TIES = [("llada", "weight_tying"), ("dream", "tie_word_embeddings")]
-
-
-@pytest.mark.parametrize(("family", "name"), TIES)
-def test_output_weights_that_are_said_to_be_the_embeddings(copy, family, name):
+@pytest.mark.parametrize(
+    ("family", "name", "head", "embeddings"),
+    [
+        ("llada", "weight_tying", "model.transformer.ff_out", "model.transformer.wte"),
+        ("dream", "tie_word_embeddings", "lm_head", "model.embed_tokens"),
+    ],
+)
+def test_output_weights_that_are_said_to_be_the_embeddings(copy, family, name, head, embeddings):
     """They would be kept when it is loaded, and lost when it is saved."""
     folder = copy(family, **{name: True})
     refused(folder, "tie_word_embeddings")
-    names = ("model.transformer.ff_out.weight", "model.transformer.wte.weight")
-    head, embeddings = (
-        names if family == "llada" else ("lm_head.weight", "model.embed_tokens.weight")
-    )
-    edit_weights(folder, lambda weights: weights.update({head: weights[embeddings].clone()}))
+    edit_weights(folder, lambda w: w.update({f"{head}.weight": w[f"{embeddings}.weight"].clone()}))
     assert load(folder, device="cpu").backbone.config.tie_word_embeddings
 
 
-@pytest.mark.parametrize("keep", [0.0, 0.001, 0.9, 0.9999])
-def test_weight_file_cut_short(copy, keep):
-    """An interrupted download: in the header, or in the data."""
-    folder = copy("llada")
-    content = (folder / WHOLE).read_bytes()
-    (folder / WHOLE).write_bytes(content[: int(keep * len(content))])
-    refused(folder, str(folder), "damaged or cut short")
-
-
-@pytest.mark.parametrize("dtype", ["int8", "uint8", "int32", "float8_e4m3fn"])
-def test_weights_that_are_not_floating_point(copy, dtype):
+def test_a_weight_file_cut_short_or_in_integers(copy):
     folder, name = copy("dream"), "model.layers.1.mlp.up_proj.weight"
-    edit_weights(folder, lambda w: w.update({name: w[name].to(getattr(torch, dtype))}))
-    refused(folder, name, "expected weights in F64, F32, F16, BF16", "got ")
-
-
-@pytest.mark.parametrize("name", ["quantization_config", "transformers_weights"])
-def test_weights_that_are_to_be_read_otherwise(copy, name):
-    refused(copy("dream", **{name: {"quant_method": "gptq", "bits": 4}}), f"{name} must be absent")
+    content = (folder / WHOLE).read_bytes()
+    for keep in (0.0, 0.001, 0.9, 0.9999):  # in the header, or in the data
+        (folder / WHOLE).write_bytes(content[: int(keep * len(content))])
+        refused(folder, str(folder), "damaged or cut short")
+    (folder / WHOLE).write_bytes(content)
+    for dtype in (torch.int8, torch.float8_e4m3fn):
+        edit_weights(folder, lambda w, dtype=dtype: w.update({name: w[name].to(dtype)}))
+        refused(folder, name, "expected weights in F64, F32, F16, BF16", "got ")
 
 
 class Marks:
@@ -174,34 +154,29 @@ def test_a_pickle_is_never_read(copy, tmp_path, way):
 # Configurations, contracts and tokenizers.
 
 
-@pytest.mark.parametrize("name", ["config.json", WHOLE])
-def test_a_file_missing(copy, name):
-    folder = copy("dream")
-    (folder / name).unlink()
-    refused(folder, str(folder), f"expected {'a model folder with a ' * (name != WHOLE)}{name}")
-
-
-@pytest.mark.parametrize("text", ["{not json", "", "[1, 2]", "null", "[" * 100_000, '{"a": NaN}'])
+@pytest.mark.parametrize("text", ["{not json", "", "null", "[" * 100_000])
 @pytest.mark.parametrize("name", ["config.json", INDEX, "d2f_contract.json", "tokenizer.json"])
-def test_a_file_that_is_no_json_object(copy, name, text):
+def test_a_file_that_is_missing_or_no_json_object(copy, name, text):
     folder = copy("llada")
     (folder / name).write_text(text)
     if name == INDEX:
         (folder / WHOLE).unlink()
     refused(folder, str(folder), name if name != "tokenizer.json" else "tokenizer")
-    with pytest.raises(InputError, match=name.replace(".", r"\.")):
-        read_object(folder / name)
+    (folder / name).unlink()
+    if name == "config.json":
+        refused(folder, "expected a model folder with a config.json")
+    elif name == INDEX:
+        refused(folder, f"expected {WHOLE}")
 
 
 BAD = [
     ("llada", {"model_type": "gpt2"}, ["model_type must be one of", "'llada'", "'gpt2'"]),
-    ("llada", {"model_type": ...}, ["model_type must be one of", "None"]),
     ("llada", {"block_type": "sequential"}, ["block_type must be ", "got 'sequential'"]),
     ("llada", {"alibi": True}, ["alibi must be ", "got True"]),
-    ("llada", {"include_qkv_bias": True}, ["include_qkv_bias must be ", "got True"]),
     ("llada", {"rope_full_precision": False}, ["rope_full_precision must be "]),
     ("llada", {"d_model": ...}, ["config.json of the family llada lacks", "d_model"]),
     ("llada", {"n_layers": "many"}, ["n_layers", "'many'"]),
+    ("llada", {"n_layers": 4}, ["9 missing", "model.layers.3."]),
     ("llada", {"mask_token_id": ...}, ["the family llada needs a mask id", "mask_token_id"]),
     ("llada", {"mask_token_id": 96}, ["mask_id must lie in the vocabulary [0, 96), got 96"]),
     ("llada", {"eos_token_id": [2, 3]}, ["mask id must not be one of the end ids [2, 3], got 3"]),
@@ -211,7 +186,7 @@ BAD = [
     ("dream", {"num_attention_heads": 5}, ["self_attn.q_proj", "expected shape"]),
     ("dream", {"hidden_act": "sigh"}, ["sigh"]),
     ("dream", {"rope_scaling": {"rope_type": "longrope", "factor": 2.0}}, ["longrope"]),
-    ("dream", {"rope_scaling": {"type": "spiral", "factor": 2.0}}, ["rope_type", "'spiral'"]),
+    ("dream", {"quantization_config": {"bits": 4}}, ["quantization_config must be absent"]),
     ("dream", {"use_sliding_window": True, "max_window_layers": 0, "sliding_window": 511},
      ["use_sliding_window must be false", "512 positions"]),
 ]  # fmt: skip
@@ -229,7 +204,7 @@ def test_a_window_that_covers_all(copy):
 def test_another_family_than_its_own(golden, copy, llada):
     refused(golden / "llada-tiny", "family must be one of", "'gpt'", family="gpt")
     refused(golden / "llada-tiny", "lacks hidden_size", family="dream")
-    refused(golden / "dream-tiny", "lacks 'd_model'", family="llada")
+    refused(golden / "dream-tiny", "family llada lacks", family="llada")
     folder = copy("llada")
     for changes, said in (
         ({"family": "gpt"}, "'gpt'"),
@@ -239,13 +214,6 @@ def test_another_family_than_its_own(golden, copy, llada):
     ):
         dataclasses.replace(llada.contract, **changes).save(folder)
         refused(folder, said)
-
-
-@pytest.mark.parametrize("text", ["{}", "x", '{"model": {}}', '{"added_tokens": 3}'])
-def test_a_tokenizer_that_is_none(copy, text):
-    folder = copy("llada")
-    (folder / "tokenizer.json").write_text(text)
-    refused(folder, "its tokenizer cannot be read")
 
 
 def test_a_checkpoints_own_code_is_never_run(tmp_path, monkeypatch):
@@ -276,16 +244,13 @@ def test_a_checkpoints_own_code_is_never_run(tmp_path, monkeypatch):
 # Names, the hub, files that are split, the fingerprint.
 
 
-@pytest.mark.parametrize("name", ["nobody/no-such-model", "no-such-model", "/no/such/folder"])
-def test_name_that_exists_nowhere(name):
+def test_names_that_exist_nowhere(monkeypatch):
     """HF_HUB_OFFLINE is set for all tests: a name not in the local cache is not looked up."""
-    refused(name, name, "no such folder")
-
-
-@pytest.mark.parametrize("name", ["tiny-d2", "Tiny-D2F", "tiny_d2f"])
-def test_the_nearest_bundled_model_is_named(name, monkeypatch):
+    for name in ("nobody/no-such-model", "no-such-model", "/no/such/folder"):
+        refused(name, name, "no such folder")
     monkeypatch.setattr(d2f.checkpoint, "snapshot_download", lambda *a, **b: pytest.fail("asked"))
-    refused(name, f"{name}: no such folder or bundled model; did you mean tiny-d2f?")
+    for name in ("tiny-d2", "Tiny-D2F", "tiny_d2f"):
+        refused(name, f"{name}: no such folder or bundled model; did you mean tiny-d2f?")
 
 
 def test_a_model_and_an_adapter_in_one_folder(golden, copy):
@@ -331,50 +296,36 @@ def test_a_described_checkpoint_is_loaded_without_reading_it_again(golden, monke
         load(outline, family="llada")
 
 
-def split(folder):
-    """The same weights in two files and an index, as large checkpoints come."""
+def test_weights_in_several_files_load_the_same(golden, copy):
+    folder, whole = copy("llada"), golden / "llada-tiny"
     weights = load_file(folder / WHOLE)
     (folder / WHOLE).unlink()
-    names, where = sorted(weights), {}
-    for i, part in enumerate((names[::2], names[1::2]), 1):
-        file = f"model-0000{i}-of-00002.safetensors"
-        save_file({name: weights[name] for name in part}, folder / file, metadata={"format": "pt"})
-        where |= dict.fromkeys(part, file)
+    files = [f"model-0000{i}-of-00002.safetensors" for i in (1, 2)]
+    where = {name: files[i % 2] for i, name in enumerate(sorted(weights))}
+    for file in files:
+        part = {name: weights[name] for name in weights if where[name] == file}
+        save_file(part, folder / file, metadata={"format": "pt"})
     (folder / INDEX).write_text(json.dumps({"metadata": {"total_size": 0}, "weight_map": where}))
+    got, want = (
+        run(load(place, device="cpu"), golden, "llada", "block_causal_8")
+        for place in (folder, whole)
+    )
+    assert difference(got, want) == 0.0
+    assert fingerprint(str(folder)) == fingerprint(str(whole))
+    (folder / files[1]).unlink()
+    refused(folder, str(folder), files[1])
 
 
-@pytest.mark.parametrize("family", FAMILIES)
-def test_weights_in_several_files_load_the_same(golden, copy, family):
-    folder = copy(family)
-    split(folder)
-    got = run(load(folder, device="cpu"), golden, family, "block_causal_8")
-    whole = run(load(golden / f"{family}-tiny", device="cpu"), golden, family, "block_causal_8")
-    assert difference(got, whole) == 0.0
-    assert fingerprint(str(folder)) == fingerprint(str(golden / f"{family}-tiny"))
-    (folder / "model-00002-of-00002.safetensors").unlink()
-    refused(folder, str(folder), "model-00002-of-00002.safetensors")
-
-
-@pytest.mark.parametrize("row", [0, 48, 95])
-def test_fingerprint_changes_with_each_row_it_samples(golden, copy, row):
+def test_fingerprint_changes_with_rows_names_and_shapes(golden, copy):
     """First, middle and last row of every tensor; not with an adapter kept beside the weights."""
-    folder = copy("llada")
-    whole = fingerprint(str(golden / "llada-tiny"))
+    folder, wte = copy("llada"), "model.transformer.wte.weight"
+    found = [fingerprint(str(golden / "llada-tiny"))]
     shutil.copy(golden / "llada-tiny/adapter/adapter_model.safetensors", folder)
-    assert fingerprint(str(folder)) == whole
-
-    def nudge(weights):
-        weights["model.transformer.wte.weight"][row, -1] += 1e-6
-
-    edit_weights(folder, nudge)
-    assert fingerprint(str(folder)) != whole
-
-
-def test_fingerprint_changes_with_names_and_shapes(golden, copy):
-    folder = copy("dream")
-    whole = fingerprint(str(folder))
-    edit_weights(folder, lambda w: w.__setitem__("other", w.pop("lm_head.weight")))
-    renamed = fingerprint(str(folder))
+    assert fingerprint(str(folder)) == found[0]
+    for row in (0, 48, 95):
+        edit_weights(folder, lambda w, row=row: w[wte][row, -1].add_(1e-6))
+        found.append(fingerprint(str(folder)))
+    edit_weights(folder, lambda w: w.__setitem__("other", w.pop(wte)))
+    found.append(fingerprint(str(folder)))
     edit_weights(folder, lambda w: w.__setitem__("other", w["other"].view(64, 96)))
-    reshaped, other = fingerprint(str(folder)), fingerprint(str(golden / "llada-tiny"))
-    assert len({whole, renamed, reshaped, other}) == 4
+    assert len({*found, fingerprint(str(folder))}) == 6

@@ -17,7 +17,7 @@ from d2f import cpu
 from d2f import spans as sp
 from d2f.adapters import new_lora
 from d2f.attention import SpanPlan
-from d2f.compile import CompiledRows, JoinedModel, can_join
+from d2f.compile import CompiledRows, joined
 from d2f.cpu import rows as native
 from d2f.errors import CompileError
 from d2f.tasks import make_problems
@@ -103,11 +103,6 @@ def test_the_pipeline_and_the_comparison_give_the_answers_of_the_plain_model(tmp
     assert runner.facts["compiled"] is True
 
 
-def test_a_compiled_model_has_its_adapter_merged(capsys):
-    assert main(["--adapter", "x", "--no-merge", "--compile"]) == 2
-    assert "--compile with --no-merge" in capsys.readouterr().err
-
-
 def test_without_a_compiler_the_error_says_what_is_missing():
     from torch._inductor import config
     from torch._inductor.utils import fresh_cache
@@ -143,14 +138,12 @@ def test_joined_layers_compute_the_same_and_no_weight_is_held_twice(family):
     model, spans = fresh_model(family), sp.bidirectional(IDS.shape[1])
     want = hidden(model.backbone.model, spans)
     before = sum(s.nbytes() for s in storages(model.backbone.parameters()).values())
-    joined = JoinedModel(model.backbone)
-    torch.testing.assert_close(hidden(joined.model, spans), want)
-    assert len(joined.products) == 2 * model.backbone.config.num_hidden_layers
+    twin, products = joined(model.backbone)
+    torch.testing.assert_close(hidden(twin, spans), want)
+    assert len(products) == 2 * model.backbone.config.num_hidden_layers
     held = storages((*model.backbone.parameters(), *model.backbone.buffers()))
-    weights = [product.weight for product in joined.products]
-    assert storages((*weights, *joined.model.parameters(), *joined.model.buffers())).keys() <= (
-        held.keys()
-    )
+    weights = [product.weight for product in products]
+    assert storages((*weights, *twin.parameters(), *twin.buffers())).keys() <= (held.keys())
     assert sum(s.nbytes() for s in storages(model.backbone.parameters()).values()) == before
     assert torch.equal(hidden(model.backbone.model, spans), want), "the originals are whole"
 
@@ -158,24 +151,22 @@ def test_joined_layers_compute_the_same_and_no_weight_is_held_twice(family):
 def test_a_change_of_the_weights_changes_the_joined_ones(tmp_path):
     """An adapter that is merged later, new weights loaded into it, and saving."""
     model, spans = fresh_model("llada"), sp.causal(IDS.shape[1])
-    joined = JoinedModel(model.backbone)
+    twin, _ = joined(model.backbone)
     new_lora(model, r=4, alpha=8, dropout=0.0)
     for name, weight in model.adapter.named_parameters():
         if "lora_B" in name:
             torch.nn.init.normal_(weight, std=0.2)
     model.merge_adapter()
     want = hidden(model.backbone.model, spans)
-    torch.testing.assert_close(hidden(joined.model, spans), want)
+    torch.testing.assert_close(hidden(twin, spans), want)
     model.save(tmp_path / "saved")
     assert torch.equal(hidden(d2f.load(tmp_path / "saved").backbone.model, spans), want)
     other = random_model("llada", seed=3).backbone
     model.backbone.load_state_dict(other.state_dict())
-    torch.testing.assert_close(hidden(joined.model, spans), hidden(other.model, spans))
+    torch.testing.assert_close(hidden(twin, spans), hidden(other.model, spans))
 
 
 def test_quantised_weights_are_not_joined():
-    model = fresh_model("llada")
-    assert can_join(model.backbone)
-    quantised = copy.copy(model.backbone)
+    quantised = copy.copy(random_model("llada").backbone)
     quantised.quantized = "int8-weight"
-    assert not can_join(quantised)
+    assert joined(quantised) == (quantised.model, [])

@@ -67,17 +67,28 @@ def test_no_logit_of_an_old_token_changes(tmp_path, capsys, kind, family, room, 
     assert (tensors[0].weight is tensors[1].weight) == tied
 
 
-@pytest.mark.parametrize("room", [False, True])
-@pytest.mark.parametrize("kind, family", [("llama", "dream"), ("qwen2", "dream")])
-def test_bf16_weights_stay_bf16(tmp_path, kind, family, room):
-    rows = stock.TOKENS + 12 * room
-    source = stock.checkpoint(tmp_path / "stock", kind, rows=rows, dtype=torch.bfloat16)
-    converted(source, family, tmp_path / "out")
+def test_bf16_weights_stay_bf16_and_are_the_same_each_time(tmp_path):
+    source = stock.checkpoint(tmp_path / "stock", "llama", dtype=torch.bfloat16)
+    for name in ("again", "out"):
+        torch.manual_seed(ord(name[0]))
+        converted(source, "dream", tmp_path / name)
+    files = [(tmp_path / name / "model.safetensors").read_bytes() for name in ("again", "out")]
+    assert files[0] == files[1]
     assert json.loads((tmp_path / "out" / "config.json").read_text())["dtype"] == "bfloat16"
     old, new = (d2f.load(p, dtype="bf16", device="cpu") for p in (source, tmp_path / "out"))
     assert torch.equal(old_logits(new), old_logits(old))
-    stored = (tmp_path / "out" / "model.safetensors").stat().st_size
-    assert stored < 2.2 * sum(p.numel() for p in new.backbone.parameters())
+    assert len(files[0]) < 2.2 * sum(p.numel() for p in new.backbone.parameters())
+
+
+@pytest.mark.parametrize("changed", [{"hidden_act": "gelu"}, {"rms_norm_eps": 0.1}])
+def test_what_decides_a_forward_comes_along(tmp_path, changed):
+    source = stock.checkpoint(tmp_path / "stock", "llama")
+    config = json.loads((source / "config.json").read_text())
+    plain = old_logits(d2f.load(source, device="cpu"))
+    (source / "config.json").write_text(json.dumps(config | changed))
+    model = converted(source, "llada", tmp_path / "out")
+    assert torch.equal(old_logits(model), old_logits(d2f.load(source, device="cpu")))
+    assert not torch.allclose(old_logits(model), plain)
 
 
 def test_a_conversion_in_memory_keeps_ties_and_says_what_was_trained(tmp_path):
@@ -87,15 +98,6 @@ def test_a_conversion_in_memory_keeps_ties_and_says_what_was_trained(tmp_path):
     assert model.backbone.lm_head.weight is model.backbone.model.embed_tokens.weight
     assert {p.dtype for p in model.backbone.parameters()} == {torch.bfloat16}
     assert (model.contract.objective, model.end_ids) == ("next_token", (2, 0))
-
-
-def test_the_new_rows_are_the_same_each_time(tmp_path):
-    source = stock.checkpoint(tmp_path / "stock", "llama")
-    for name in ("a", "b"):
-        torch.manual_seed(ord(name))
-        converted(source, "llada", tmp_path / name)
-    files = [(tmp_path / name / "model.safetensors").read_bytes() for name in ("a", "b")]
-    assert files[0] == files[1]
 
 
 def test_a_mask_token_that_is_there_is_taken(tmp_path, capsys):
@@ -135,21 +137,27 @@ def test_what_does_not_fit_is_said_before_weights_are_read(tmp_path, capsys, kin
     assert [p.name for p in tmp_path.iterdir()] == ["stock"]
 
 
-def test_a_source_without_tokenizer_or_end_token_is_refused(tmp_path, capsys):
+def test_a_diffusion_model_or_no_tokenizer_or_end_token_is_refused(golden, tmp_path, capsys):
+    def refused(source: Path, said: str) -> None:
+        assert main(["--model", str(source), *given]) == 2
+        assert said in capsys.readouterr().err
+
     given = ["--family", "dream", "--output", str(tmp_path / "out")]
+    refused(golden / "llada-tiny", "got a diffusion model of the family llada")
     source = stock.checkpoint(tmp_path / "stock", "llama")
-    config = json.loads((source / "config.json").read_text())
-    (source / "config.json").write_text(json.dumps(config | {"eos_token_id": None}))
-    settings = json.loads((source / "tokenizer_config.json").read_text())
-    (source / "tokenizer_config.json").write_text(json.dumps(settings | {"eos_token": None}))
+    for file, key in (("config.json", "eos_token_id"), ("tokenizer_config.json", "eos_token")):
+        values = json.loads((source / file).read_text())
+        (source / file).write_text(json.dumps(values | {key: None}))
     tokenizer = (source / "tokenizer.json").read_text()
     (source / "tokenizer.json").write_text(tokenizer.replace("<|im_end|>", "<|ends|>"))
-    assert main(["--model", str(source), *given]) == 2
-    assert "expected a token that ends a response" in capsys.readouterr().err
+    refused(source, "expected a token that ends a response")
     for path in source.glob("tokenizer*"):
         path.unlink()
-    assert main(["--model", str(source), *given]) == 2
-    assert "expected a tokenizer beside the model" in capsys.readouterr().err
+    refused(source, "expected a tokenizer beside the model")
+
+
+def full(*_: object) -> None:
+    raise OSError(28, "No space left on device")
 
 
 def test_an_output_that_is_there_stays_and_a_failure_leaves_nothing(tmp_path, capsys):
@@ -162,6 +170,10 @@ def test_an_output_that_is_there_stays_and_a_failure_leaves_nothing(tmp_path, ca
     assert main([*given, str(taken)]) == 2
     assert "expected a new or empty folder" in capsys.readouterr().err
     assert {path.name: path.read_bytes() for path in taken.iterdir()} == before
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(d2f.Contract, "save", full)  # what is written last
+        assert main([*given, str(tmp_path / "new")]) == 2
+    assert "No space left on device" in capsys.readouterr().err
     weights = source / "model.safetensors"
     weights.write_bytes(weights.read_bytes()[:5000])
     assert main([*given, str(tmp_path / "new")]) == 2
@@ -169,15 +181,14 @@ def test_an_output_that_is_there_stays_and_a_failure_leaves_nothing(tmp_path, ca
     assert sorted(p.name for p in tmp_path.iterdir()) == ["stock", "taken"]
 
 
-@pytest.mark.parametrize("kind, family", [("llama", "llada"), ("qwen2", "dream")])
-def test_a_stock_checkpoint_becomes_a_decoding_student(tmp_path, monkeypatch, kind, family):
+def test_a_stock_checkpoint_becomes_a_decoding_student(tmp_path, monkeypatch):
     """By the commands alone: convert, masked diffusion, D2F, decode."""
-    source = stock.checkpoint(tmp_path / "stock", kind, tied=kind == "qwen2", dtype=torch.bfloat16)
+    source = stock.checkpoint(tmp_path / "stock", "qwen2", tied=True, dtype=torch.bfloat16)
     rows = [{"prompt": f"Say {i}.", "response": f"{i} is said."} for i in range(24)]
     data = tmp_path / "data.jsonl"
     data.write_text("".join(json.dumps(row) + "\n" for row in rows))
     init = tmp_path / "start"
-    converted(source, family, init)
+    converted(source, "dream", init)
     for objective in ("masked_diffusion", "d2f"):
         config = tmp_path / f"{objective}.yaml"
         values = {

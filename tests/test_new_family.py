@@ -52,7 +52,9 @@ def official_config(config):
 
 
 FAMILY = Family(
-    name="drift", model_types=("Drift",), classes=(MistralForCausalLM,), make_config=make_config,
+    name="drift", model_types=("Drift",), architectures=("DriftModel",),
+    classes=(MistralForCausalLM,),
+    make_config=make_config,
     key_mapping={
         BLOCK + "norm_a": r"model.layers.\1.input_layernorm",
         BLOCK + "norm_b": r"model.layers.\1.post_attention_layernorm",
@@ -67,6 +69,7 @@ FAMILY = Family(
         r"^net\.norm": "model.norm",
         "^head": "lm_head",
     },
+    reads=("width", "inner", "depth", "heads", "kv_heads", "length", "theta", "vocab_size"),
     logit_shift=1, rope_fp32=True, prompt_rule="bidirectional", end_tokens=("<|user|>",),
     scratch=MistralForCausalLM, starts=("llama",), official_config=official_config,
 )

@@ -248,7 +248,7 @@ def test_what_is_not_causal_or_has_no_mask_token_is_refused(tmp_path, causal):
     with pytest.raises(InputError, match="objective wedlm needs init"):
         settings(wedlm={"adapter": True})
     for token, message in (
-        (None, "wedlm needs a tokenizer with a mask token"),
+        (None, "wedlm needs a tokenizer with a mask_token"),
         ("<|new mask|>", "mask_id must lie in the vocabulary"),
     ):
         model = fresh_model("causal")

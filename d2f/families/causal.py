@@ -8,15 +8,15 @@ from typing import Any
 from transformers import LlamaForCausalLM, PretrainedConfig, Qwen2ForCausalLM, Qwen3ForCausalLM
 
 from d2f.errors import CheckpointError
-from d2f.families.family import Family, check_complete
+from d2f.families.family import Family, keys_of
 
 _TYPES = ("llama", "qwen2", "qwen3")
+_CLASSES = (LlamaForCausalLM, Qwen2ForCausalLM, Qwen3ForCausalLM)
 
 
 def _make_config(raw: Mapping[str, Any]) -> PretrainedConfig:
     """Raise CheckpointError: these models have no format of their own, and transformers' is read
     before this is called."""
-    check_complete(raw)
     raise CheckpointError(
         f"config.json: model_type must be one of {list(_TYPES)}, got {raw.get('model_type')!r}"
     )
@@ -25,8 +25,14 @@ def _make_config(raw: Mapping[str, Any]) -> PretrainedConfig:
 FAMILY = Family(
     name="causal",
     model_types=_TYPES,
-    classes=(LlamaForCausalLM, Qwen2ForCausalLM, Qwen3ForCausalLM),
+    architectures=(),
+    classes=_CLASSES,
     make_config=_make_config,
+    reads=keys_of(*(kind.config_class for kind in _CLASSES)),
+    ignores={
+        "is_llama_config": "SmolLM's note that it is a Llama",
+        "transformers.js_config": "for another runtime",
+    },
     logit_shift=1,
     rope_fp32=False,
     prompt_rule="causal",

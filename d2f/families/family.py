@@ -14,7 +14,8 @@ from typing import Any
 from transformers import PretrainedConfig
 from transformers.core_model_loading import WeightRenaming
 
-from d2f.errors import CheckpointError
+from d2f.contract import PromptRule
+from d2f.errors import CheckpointError, did_you_mean
 
 MakeConfig = Callable[[Mapping[str, Any]], PretrainedConfig]
 
@@ -51,12 +52,16 @@ class Family:
 
     name: str
     model_types: tuple[str, ...]
+    architectures: tuple[str, ...]
     classes: tuple[Any, ...]
     make_config: MakeConfig
     logit_shift: int
     rope_fp32: bool
-    prompt_rule: str
+    prompt_rule: PromptRule
     needs_mask: bool = True
+    mask_id: int | None = None
+    reads: tuple[str, ...] = ()
+    ignores: Mapping[str, str] = field(default_factory=dict)
     key_mapping: Mapping[str, str] = field(default_factory=dict)
     tokenizer: Any = None
     end_tokens: tuple[str, ...] = ()
@@ -93,24 +98,44 @@ def _renamed(name: str, renamings: Iterable[WeightRenaming]) -> str:
     return name
 
 
+# Read elsewhere (ids, dtype), by transformers alone, or without a say in a forward.
+_ANY = {
+    "architectures", "auto_map", "bos_token_id", "dtype", "eos_token_id", "initializer_range",
+    "mask_token_id", "model_type", "pad_token_id", "rope_scaling", "rope_theta", "tokenizer_class",
+    "torch_dtype", "transformers_version", "unsloth_version", "use_cache",
+}  # fmt: skip
+
+
+def keys_of(*kinds: Any) -> tuple[str, ...]:
+    """List the keys of transformers' configuration classes, for a family that reads them."""
+    return tuple(sorted({key for kind in kinds for key in kind().to_dict()}))
+
+
+def check_keys(family: Family, raw: Mapping[str, Any]) -> None:
+    """Raise CheckpointError for a key of config.json that is not off and that the family does not
+    know: what it says may change the outputs."""
+    known = {*_ANY, *family.reads, *family.ignores}
+    for key, value in raw.items():
+        if value and key not in known and not key.startswith("_"):
+            raise CheckpointError(
+                f"config.json: {key}: the family {family.name} does not know this key (got "
+                f"{value!r:.60}), which may change what the model is{did_you_mean(key, known)}; "
+                f"it knows {', '.join(sorted(known))}; name the family to load it all the same"
+            )
+
+
 _NEEDED = (
-    "hidden_size",
-    "intermediate_size",
-    "num_attention_heads",
-    "num_hidden_layers",
-    "vocab_size",
-)
+    "hidden_size", "intermediate_size", "num_attention_heads", "num_hidden_layers", "vocab_size",
+)  # fmt: skip
 _SIZES = (*_NEEDED, "num_key_value_heads", "head_dim", "max_position_embeddings")
-_MOST = {"num_hidden_layers": 10_000, "n_layers": 10_000}
 
 
 def check_sizes(raw: Mapping[str, Any], names: tuple[str, ...]) -> None:
     """Raise CheckpointError for an impossible size, before anything is allocated."""
     for name in names:
-        size, most = raw.get(name), _MOST.get(name, 2**31 - 1)
-        if size is not None and (
-            isinstance(size, bool) or not isinstance(size, int) or not 1 <= size <= most
-        ):
+        size = raw.get(name)
+        most = 10_000 if "layers" in name else 2**31 - 1
+        if size is not None and (type(size) is not int or not 1 <= size <= most):
             raise CheckpointError(
                 f"config.json: {name} must be a whole number from 1 to {most}, got {size!r}"
             )

@@ -10,10 +10,15 @@ from transformers import LlamaConfig, LlamaForCausalLM, PretrainedConfig
 from d2f.errors import CheckpointError
 from d2f.families.family import Family, check_sizes
 
-_SIZES = (
-    "d_model", "embedding_size", "max_sequence_length", "mlp_hidden_size", "n_heads",
-    "n_kv_heads", "n_layers", "vocab_size",
-)  # fmt: skip
+# LLaDA's field: LlamaConfig's.
+_SAME = {
+    "d_model": "hidden_size",
+    "mlp_hidden_size": "intermediate_size",
+    "n_layers": "num_hidden_layers",
+    "n_heads": "num_attention_heads",
+    "max_sequence_length": "max_position_embeddings",
+    "rms_norm_eps": "rms_norm_eps",
+}
 # LLaDA's configuration can describe models that are no Llama. One with ALiBi, say, would load into
 # a Llama without an error and compute something else.
 _MUST_BE = {
@@ -29,34 +34,41 @@ _MUST_BE = {
     "input_emb_norm": False,
     "scale_logits": False,
 }
+_TRAINING = {
+    "attention_dropout": 0.0,
+    "bias_for_layer_norm": False,
+    "block_group_size": 1,
+    "embedding_dropout": 0.0,
+    "flash_attention": False,
+    "init_device": "cpu",
+    "init_fn": "mitchell",
+    "init_std": 0.02,
+    "layer_norm_with_affine": True,
+    "residual_dropout": 0.0,
+    "use_cache": False,
+}
+_SIZES = (*_SAME, "embedding_size", "n_kv_heads", "vocab_size")
 
 
 def _make_config(raw: Mapping[str, Any]) -> PretrainedConfig:
     """Turn LLaDA's config.json into a LlamaConfig. Raises CheckpointError for other variants."""
     for name, expected in _MUST_BE.items():
-        if name in raw and raw[name] != expected:
+        if raw.get(name, expected) != expected:
             raise CheckpointError(
                 f"config.json: {name} must be {expected!r} for the family llada, got {raw[name]!r}"
             )
-    check_sizes(raw, _SIZES)
+    check_sizes(raw, tuple(name for name in _SIZES if name != "rms_norm_eps"))
     try:
         return LlamaConfig(
             # The table's rows, which may be padded beyond the vocabulary.
             vocab_size=raw.get("embedding_size") or raw["vocab_size"],
-            hidden_size=raw["d_model"],
-            intermediate_size=raw["mlp_hidden_size"],
-            num_hidden_layers=raw["n_layers"],
-            num_attention_heads=raw["n_heads"],
             num_key_value_heads=raw.get("n_kv_heads") or raw["n_heads"],
-            max_position_embeddings=raw["max_sequence_length"],
-            rms_norm_eps=raw["rms_norm_eps"],
             rope_parameters={"rope_type": "default", "rope_theta": raw["rope_theta"]},
             tie_word_embeddings=raw.get("weight_tying", False),
             attention_bias=False,
             mlp_bias=False,
-            bos_token_id=raw.get("bos_token_id"),
-            eos_token_id=raw.get("eos_token_id"),
-            mask_token_id=raw.get("mask_token_id"),
+            **{name: raw.get(name) for name in ("bos_token_id", "eos_token_id", "mask_token_id")},
+            **{ours: raw[theirs] for theirs, ours in _SAME.items()},
         )
     except KeyError as error:
         raise CheckpointError(f"config.json of the family llada lacks {error}") from error
@@ -65,41 +77,16 @@ def _make_config(raw: Mapping[str, Any]) -> PretrainedConfig:
 def _official_config(config: PretrainedConfig) -> dict[str, Any]:
     """Turn a LlamaConfig into the fields of the published config.json."""
     return {
+        **_MUST_BE,
+        **_TRAINING,
+        **{theirs: getattr(config, ours) for theirs, ours in _SAME.items()},
         "architectures": ["LLaDAModelLM"],
         "model_type": "llada",
-        "activation_type": "silu",
-        "alibi": False,
-        "attention_dropout": 0.0,
-        "attention_layer_norm": False,
-        "bias_for_layer_norm": False,
-        "block_group_size": 1,
-        "block_type": "llama",
-        "d_model": config.hidden_size,
-        "embedding_dropout": 0.0,
         "embedding_size": config.vocab_size,
         "eos_token_id": config.eos_token_id,
-        "flash_attention": False,
-        "include_bias": False,
-        "include_qkv_bias": False,
-        "init_device": "cpu",
-        "init_fn": "mitchell",
-        "init_std": 0.02,
-        "input_emb_norm": False,
-        "layer_norm_type": "rms",
-        "layer_norm_with_affine": True,
-        "max_sequence_length": config.max_position_embeddings,
-        "mlp_hidden_size": config.intermediate_size,
-        "n_heads": config.num_attention_heads,
         "n_kv_heads": config.num_key_value_heads,
-        "n_layers": config.num_hidden_layers,
         "pad_token_id": config.eos_token_id,
-        "residual_dropout": 0.0,
-        "rms_norm_eps": config.rms_norm_eps,
-        "rope": True,
-        "rope_full_precision": True,
         "rope_theta": config.rope_parameters["rope_theta"],
-        "scale_logits": False,
-        "use_cache": False,
         "vocab_size": config.vocab_size,
         "weight_tying": config.tie_word_embeddings,
     }
@@ -126,8 +113,16 @@ _KEYS = {
 FAMILY = Family(
     name="llada",
     model_types=("llada",),
+    architectures=("LLaDAModelLM", "LLaDAModel"),
     classes=(LlamaForCausalLM,),
     make_config=_make_config,
+    reads=(*_SIZES, *_MUST_BE, "weight_tying"),
+    ignores={
+        **dict.fromkeys(_TRAINING, "training, or how it is computed"),
+        "alibi_bias_max": "of ALiBi, which must be off",
+        "attention_layer_norm_with_affine": "of a norm that must be off",
+        "mlp_ratio": "mlp_hidden_size says it",
+    },
     key_mapping=_KEYS,
     logit_shift=0,
     rope_fp32=True,  # config.json: rope_full_precision

@@ -1,16 +1,30 @@
-"""SDAR: a Qwen3 that decodes block after block."""
+"""SDAR and TraDo: a Qwen3 that decodes block after block."""
 
 from __future__ import annotations
 
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
-from d2f.families.family import Family, renamed_config
+from d2f.families.family import Family, keys_of, renamed_config
 
 FAMILY = Family(
     name="sdar",
     model_types=("sdar", "SDAR"),
+    architectures=("SDARForCausalLM",),
     classes=(Qwen3ForCausalLM,),
     make_config=renamed_config(Qwen3Config),
+    mask_id=151669,
+    reads=(*keys_of(Qwen3Config), "block_size"),
+    ignores=dict.fromkeys(
+        (
+            "debug",
+            "ep_size",
+            "fuse_cross_entropy",
+            "micro_forward",
+            "skip_checkpoint",
+            "use_deepep",
+        ),
+        "how it was trained",
+    ),
     logit_shift=0,
     rope_fp32=False,
     prompt_rule="block_causal",

@@ -13,7 +13,7 @@ from transformers import (
     Qwen3ForCausalLM,
 )
 
-from d2f.families.family import Family, renamed_config
+from d2f.families.family import Family, keys_of, renamed_config
 
 
 def _make_config(raw: Mapping[str, Any]) -> PretrainedConfig:
@@ -24,8 +24,11 @@ def _make_config(raw: Mapping[str, Any]) -> PretrainedConfig:
 FAMILY = Family(
     name="wedlm",
     model_types=("wedlm",),
+    architectures=("WeDLMForCausalLM",),
     classes=(Qwen2ForCausalLM, Qwen3ForCausalLM),
     make_config=_make_config,
+    mask_id=151665,
+    reads=(*keys_of(Qwen2Config, Qwen3Config), "qk_norm"),
     logit_shift=0,
     rope_fp32=False,
     prompt_rule="causal",
