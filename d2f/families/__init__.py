@@ -36,7 +36,8 @@ def family_of(raw: Mapping[str, Any]) -> Family:
     other families borrow the type of the one that they began as. Raises CheckpointError."""
     kind = raw.get("model_type")
     classes = [str(name) for name in raw.get("architectures") or ()]
-    own = [f"{n}" for key, n in (raw.get("auto_map") or {}).items() if key.startswith("AutoModel")]
+    codes = (raw.get("auto_map") or {}).items()
+    own = [str(name) for key, name in codes if key.startswith("AutoModel")]
     for family in FAMILIES.values():
         if kind in family.model_types:
             known = [*family.architectures, *(one.__name__ for one in family.classes)]
