@@ -218,7 +218,7 @@ def test_without_torchrun_it_says_how_to_start(models, monkeypatch, capsys):
         assert status == 2
         assert "torchrun --nproc-per-node 2" in capsys.readouterr().err
     as_one_of(monkeypatch, 2)
-    for flags in (["--compile"], ["--adapter", "x", "--no-merge"]):
+    for flags in (["--compile"], ["--adapter", "tiny-wino-plus", "--no-merge"]):
         assert pipeline.main(["--tensor-parallel", "2", *flags]) == 2
         assert "with --tensor-parallel is not possible" in capsys.readouterr().err
 
