@@ -74,7 +74,7 @@ def attach(
     config, contract = _read_config(folder), Contract.load(folder)
     config.inference_mode = not trainable
     _check_family(model, folder, config, contract)
-    # Whose it is before what it holds: an adapter fits every base of the same shape, and on the
+    # Check its base before its weights: an adapter fits every base of the same shape, and on the
     # wrong one it loads without a word and answers wrongly.
     named = (contract.base if contract else None) or config.base_model_name_or_path
     check_base(folder, named, contract.base_hash if contract else None, model.path)
@@ -112,7 +112,7 @@ def attach(
     set_peft_model_state_dict(wrapped, weights)
     _untie(model.backbone)
     model.adapter = wrapped.eval()
-    # What the adapter was trained to do (objective, block size) is now what the model does.
+    # From now on the model does what the adapter was trained for (objective, block size).
     model.contract = contract or model.contract
 
 
@@ -235,8 +235,8 @@ def check_base(adapter: Path, named: str | None, base_hash: str | None, path: st
         if came != wanted:
             raise CheckpointError(f"{differs} ({wanted[:12]}), this base is {here} ({came[:12]})")
         return
-    # Where both names are certain, different ones are an error, but for another owner's copy, which
-    # may be of the same weights. The name of a folder is not certain.
+    # Two different hub names are an error, but for another owner's copy, which may have the same
+    # weights. A folder's name proves little: an equal one is accepted, another one is a warning.
     certain = base_name(path) is not None and _HUB_NAME.fullmatch(named) is not None
     alike = bool(named) and _last(named) == _last(here)
     if certain and not alike:

@@ -83,7 +83,7 @@ def convert(
         backbone: Any = model.backbone
         if not family.keeps_class:
             backbone, dropped = _rebuilt(model, family_name, says, drop_biases)
-        # One backbone for both: a wrapper put on for the one would change what the other computes.
+        # Both share the backbone, and a wrapper for one would change what the other computes.
         elif model.contract.rope_fp32 != family.rope_fp32:
             raise CheckpointError(f"{says}: its RoPE is of another precision")
         check_ids(str(model.path), contract, model.vocab_size)

@@ -121,7 +121,7 @@ def save_official(
     model.contract.save(folder)
 
 
-# What decides a forward; a configuration that is read back must give the same.
+# These decide a forward: a configuration that is read back must have the same.
 _SHAPE = (
     "vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads",
     "num_key_value_heads", "head_dim", "hidden_act", "rms_norm_eps", "rope_parameters",

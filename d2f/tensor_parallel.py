@@ -259,7 +259,7 @@ class LeadingCache(SlotCache):
 
 
 def follow() -> None:
-    """On a rank behind the first, once every model is loaded: do what rank 0 does until it ends.
+    """Do what rank 0 does until it ends, on a rank behind it, once every model is loaded.
 
     Signals are rank 0's to take. Raises RankError where a process is gone.
     """
