@@ -106,6 +106,10 @@ def trained(tmp_path_factory) -> Path:
             jobs.append(
                 {"config": config.model_dump(mode="json"), "sharded": kind == "fsdp"} | more
             )
+    # SIGTERM to one of two; Ctrl-C to both twice at once, as from a terminal and a launcher.
+    for name, signals in (("15", {"1": [15]}), ("2", {"0": [2, 2], "1": [2, 2]})):
+        config = settings(folder / name, init=str(teacher), steps=9, save_every=9)
+        jobs.append({"config": config.model_dump(mode="json"), "signals": signals})
     path = folder / "jobs.json"
     path.write_text(json.dumps(jobs))
     script = str(ROOT / "tests" / "training_process.py")
@@ -113,7 +117,7 @@ def trained(tmp_path_factory) -> Path:
     train(settings(folder / "d2f", "d2f", **d2f, **STILL))
     train(settings(folder / "full", "masked_diffusion", **full))
     train(settings(folder / "moved", "d2f", **moved))
-    finish(running)
+    (folder / "said").write_text(finish(running))
     for kind in ("ddp", "fsdp"):
         train(settings(folder / f"moved-{kind}", "d2f", **moved))
     return folder
@@ -142,53 +146,37 @@ def test_a_loss_that_is_nan_in_one_process_stops_all_and_saves_nothing(trained, 
     assert checkpoint.steps(trained / f"nan-{kind}" / "checkpoints") == [2]
 
 
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_signal_to_one_process_saves_and_ends_all(trained, number):
+    run = trained / str(int(number))
+    assert checkpoint.steps(run / "checkpoints") == [3] and len(curve(run)) == 3
+    said = (trained / "said").read_text()
+    assert said.count(f"stopped by {number.name} after step 3, which is saved") == 1
+    assert "Traceback" not in said and not (run / "model").exists()
+    raised = [path.read_text() for path in trained.glob(f"{int(number)}.*.error")]
+    assert raised == (["KeyboardInterrupt: "] * 2 if number == signal.SIGINT else [])
+
+
 # Killed and stopped from outside
-
-
-def begin(tmp_path: Path, processes: int, **changes) -> tuple[dict, list[subprocess.Popen]]:
-    teacher = tmp_path / "teacher"
-    save_model(random_model("llada"), teacher, dtype=torch.float32, objective="masked_diffusion")
-    changes = {"init": str(teacher), "steps": 40, "save_every": 1, "keep": 2} | changes
-    settings(tmp_path / "run", **changes).save(tmp_path / "config.yaml")
-    command = [str(ROOT / "distill" / "train.py"), "--config", str(tmp_path / "config.yaml")]
-    return changes, start(command, processes, free_ports(1))
-
-
-def wait_for(log: Path, lines: int, running: list[subprocess.Popen]) -> None:
-    limit = time.monotonic() + 200
-    while not log.is_file() or log.read_text().count("\n") < lines:
-        assert all(process.poll() is None for process in running), running[0].communicate()[0]
-        assert time.monotonic() < limit
-        time.sleep(0.005)
 
 
 def test_kill_9_resumes_bit_for_bit(tmp_path):
     """Each step is saved, so that most of the time of the killed run is saving."""
-    changes, running = begin(tmp_path, 1)
-    wait_for(tmp_path / "run" / "log.jsonl", 4, running)
-    running[0].kill()
-    running[0].communicate()
-    assert 3 <= checkpoint.steps(tmp_path / "run" / "checkpoints")[-1] < 40
+    changes = {"steps": 20, "save_every": 1, "keep": 2}
+    settings(tmp_path / "run", **changes).save(tmp_path / "config.yaml")
+    command = [str(ROOT / "distill" / "train.py"), "--config", str(tmp_path / "config.yaml")]
+    (running,) = start(command, 1, free_ports(1))
+    log, limit = tmp_path / "run" / "log.jsonl", time.monotonic() + 200
+    while not log.is_file() or log.read_text().count("\n") < 4:
+        assert running.poll() is None, running.communicate()[0]
+        assert time.monotonic() < limit
+        time.sleep(0.005)
+    running.kill()
+    running.communicate()
+    assert 3 <= checkpoint.steps(tmp_path / "run" / "checkpoints")[-1] < 20
     train(settings(tmp_path / "run", **changes))
-    train(settings(tmp_path / "whole", **changes | {"save_every": 40}))
+    train(settings(tmp_path / "whole", **changes | {"save_every": 20}))
     assert same(tmp_path / "run", tmp_path / "whole")
-
-
-@pytest.mark.parametrize(("number", "status"), [(signal.SIGTERM, 0), (signal.SIGINT, 130)])
-def test_a_signal_saves_and_ends_all_processes_without_a_traceback(tmp_path, number, status):
-    """SIGTERM to one of two; Ctrl-C to both twice at once, as from a terminal and a launcher."""
-    _, running = begin(tmp_path, 2, steps=2000, save_every=2000)
-    log = tmp_path / "run" / "log.jsonl"
-    wait_for(log, 3, running)
-    for process in running[1:] if status == 0 else running * 2:
-        process.send_signal(number)
-    said = [process.communicate(timeout=200)[0] for process in running]
-    assert [process.returncode for process in running] == [status] * 2, said
-    assert f"stopped by {number.name} after step" in said[0] and "Traceback" not in "".join(said)
-    (step,) = checkpoint.steps(tmp_path / "run" / "checkpoints")
-    assert step == len(curve(tmp_path / "run")) < 2000
-    assert checkpoint.newest(tmp_path / "run" / "checkpoints")["step"] == step
-    assert not (tmp_path / "run" / "model").exists()
 
 
 # Stopped from within

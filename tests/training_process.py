@@ -1,14 +1,16 @@
 """python tests/training_process.py JOBS.json
 
 One of the processes of distributed trainings, started by test_train_processes.py with torchrun's
-environment. JOBS.json: a list of {config, sharded, stop_after, nan_on}, trained one after another.
-What a job raised is written beside its output, as `output.RANK.error`.
+environment. JOBS.json: a list of {config, sharded, stop_after, nan_on, signals}, trained one after
+another; nan_on: rank 1's forward whose loss is NaN; signals: what each rank gets in its third
+forward. What a job raised is written beside its output, as `output.RANK.error`.
 """
 
 from __future__ import annotations
 
 import json
 import os
+import signal
 import sys
 from pathlib import Path
 
@@ -43,20 +45,24 @@ class ShardedOnTheCpu(plain_accelerator):  # type: ignore[valid-type,misc]
 
 def run(job: dict) -> None:
     accelerate.Accelerator = ShardedOnTheCpu if job.get("sharded") else plain_accelerator
+    rank, nan_on = os.environ["RANK"], job.get("nan_on")
+    signals = job.get("signals", {}).get(rank, [])
     calls = iter(range(1, 1000))
 
     def forward(self, batch):
-        loss = plain_forward(self, batch)
-        return loss * float("nan") if next(calls) == job["nan_on"] else loss
+        call, loss = next(calls), plain_forward(self, batch)
+        if call == 3:
+            for number in signals:
+                signal.raise_signal(number)
+        return loss * float("nan") if rank == "1" and call == nan_on else loss
 
-    spoiled = job.get("nan_on") is not None and os.environ["RANK"] == "1"
-    MaskedDiffusion.forward = forward if spoiled else plain_forward
+    MaskedDiffusion.forward = forward
     try:
         train(parse_config(job["config"], "test"), stop_after=job.get("stop_after"))
-    except Exception as error:
-        place = Path(job["config"]["output"] + f".{os.environ['RANK']}.error")
+    except (Exception, KeyboardInterrupt) as error:
+        place = Path(job["config"]["output"] + f".{rank}.error")
         place.write_text(f"{type(error).__name__}: {error}")
-        if job.get("nan_on") is None:
+        if nan_on is None and not signals:
             raise
     finally:
         if torch.distributed.is_initialized():
