@@ -27,14 +27,14 @@ class Quantisation:
 
     weights, activations: their type in the products, for tables. library: what computes it.
     no_cpu: why a CPU does not have it, empty where it does. capability: the least compute
-    capability of a CUDA GPU. bf16: it computes in bfloat16 alone.
+    capability of a CUDA GPU, None for any. bf16: it computes in bfloat16 alone.
     """
 
     weights: str
     activations: str
     library: str
     no_cpu: str = ""
-    capability: tuple[int, int] = (0, 0)
+    capability: tuple[int, int] | None = None
     bf16: bool = False
 
 
@@ -100,7 +100,8 @@ def refusal(name: str, device: torch.device) -> str:
         return QUANTISATIONS[name].no_cpu
     if device.type != "cuda":
         return "quantised weights are for CPUs and CUDA GPUs"
-    here, least = torch.cuda.get_device_capability(device), QUANTISATIONS[name].capability
+    here = torch.cuda.get_device_capability(device)
+    least = QUANTISATIONS[name].capability or (0, 0)
     if here < least:
         needed, got = (".".join(map(str, pair)) for pair in (least, here))
         return f"it needs compute capability {needed}, this GPU has {got}"
