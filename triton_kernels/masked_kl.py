@@ -76,7 +76,7 @@ def masked_linear_kl(
         weight,
         rows,
         columns,
-        use_kernel("masked_kl", student_hidden, kernel),
+        (kernel or student_hidden.is_cuda) and use_kernel("masked_kl", student_hidden, kernel),
     )
 
 
