@@ -92,7 +92,7 @@ class ModelOptions:
     """of a forward on a CPU: N, or auto, up to the processors that this process may use (default:
     auto, up to OMP_NUM_THREADS where that is set)"""
     compile: Switch = False
-    """compile the model's forwards, by torch.compile or, in fp32 on a CPU, as one call of C++:
+    """compile the model's forwards, by torch.compile or, on a CPU, as one call of C++:
     takes some seconds at the start and a C++ compiler on a CPU, then each costs less; it needs a
     merged adapter"""
     tensor_parallel: Annotated[int, arg(metavar="N")] = 1
