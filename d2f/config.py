@@ -14,7 +14,7 @@ import yaml
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
 
 from d2f.device import MOST_THREADS
-from d2f.errors import InputError, did_you_mean, one_line
+from d2f.errors import InputError, did_you_mean, not_one_of, one_line
 
 MOST_SHOWN = 6  # faults in an error
 
@@ -193,10 +193,7 @@ def _member(members: list[Any], name: str, key: str) -> int:
     names = [str(m.get("name")) for m in members if isinstance(m, dict)]
     plain = [n.replace("-", "_") for n in names]
     if name not in plain:
-        raise InputError(
-            f"--{key}: expected one of {', '.join(names)} or a number, got {name!r}"
-            f"{did_you_mean(name, names)}"
-        )
+        raise InputError(f"--{key}: {not_one_of(name, names)}, or a number")
     return plain.index(name)
 
 

@@ -12,12 +12,13 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from d2f.errors import InputError, repr_of
+from d2f.errors import InputError, not_one_of, repr_of
 
 if TYPE_CHECKING:
     import torch
 
 MOST_THREADS = 4096
+DEVICE = r"^(cpu|cuda|mps|xpu)(:[0-9]{1,3})?$"
 _DTYPES = {
     "float32": "float32",
     "fp32": "float32",
@@ -74,7 +75,7 @@ def parse_dtype(dtype: torch.dtype | str | None, device: torch.device) -> torch.
     if isinstance(dtype, torch.dtype):
         return dtype
     if dtype not in _DTYPES:
-        raise InputError(f"dtype must be one of {sorted(['auto', *_DTYPES])}, got {dtype!r}")
+        raise InputError(f"dtype: {not_one_of(dtype, ['auto', *_DTYPES])}")
     found: torch.dtype = getattr(torch, _DTYPES[dtype])
     return found
 

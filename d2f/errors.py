@@ -73,6 +73,12 @@ def did_you_mean(name: object, known: Iterable[str]) -> str:
     return f"; did you mean {names[found[0]]}?" if found else ""
 
 
+def not_one_of(value: object, known: Iterable[str]) -> str:
+    """Say what came and what was expected: the nearest name before the list of all."""
+    known = list(known)
+    return f"got {repr_of(value)}{did_you_mean(value, known)}; expected one of {', '.join(known)}"
+
+
 def brief(text: str) -> str:
     """Put a text on one line, and leave out its middle where it is too long to read."""
     if len(text) > 2 * LONGEST:

@@ -5,13 +5,13 @@ from __future__ import annotations
 import ast
 import functools
 import inspect
-import os
 import re
 import sys
 import textwrap
 from collections.abc import Mapping, Sequence
 from dataclasses import MISSING, field, fields, is_dataclass, make_dataclass
 from itertools import pairwise
+from pathlib import Path
 from typing import Annotated, Any, NoReturn, TypeVar, get_args, get_type_hints
 
 import tyro
@@ -19,7 +19,8 @@ from tyro._errors import on_parse_error
 from tyro.conf import FlagCreatePairsOff, Suppress, arg
 
 from d2f.command import program
-from d2f.errors import InputError, did_you_mean, repr_of
+from d2f.device import DEVICE
+from d2f.errors import InputError, did_you_mean, not_one_of, repr_of
 from d2f.models import names, resolve
 
 Kind = TypeVar("Kind")
@@ -43,11 +44,32 @@ def check_least(options: object, **least: float) -> None:
             raise InputError(f"--{flag} must be at least {bound:g}, got {value}")
 
 
+def family_names() -> list[str]:
+    """List the model families, whose files import torch."""
+    files = Path(__file__).with_name("families").glob("[a-z]*.py")
+    return sorted(path.stem for path in files if path.stem != "family")
+
+
+def check_family_name(name: str | None) -> None:
+    """Raise InputError unless there is such a family; None is none."""
+    if name not in (None, *family_names()):
+        raise InputError(f"--family: {not_one_of(name, family_names())}")
+
+
+def check_device_name(name: str | None) -> None:
+    """Raise InputError for what is no device anywhere; None is none, what is here torch knows."""
+    if name is not None and not re.fullmatch(DEVICE, name):
+        raise InputError(f"--device: {not_one_of(name, ['cpu', 'cuda', 'mps', 'xpu', 'cuda:1'])}")
+
+
 def check_model_name(name: str, flag: str = "--model") -> None:
     """Raise InputError unless a model may have this name; a hub is not asked."""
     owner, *rest = name.split("/")
     is_hub_name = len(rest) == 1 and rest[0] and owner not in ("", ".", "..", "~")
-    if not os.path.isdir(resolve(name)) and not is_hub_name:
+    folder = Path(resolve(name))
+    if folder.is_dir() and not any(folder.glob("*.json")):
+        raise InputError(f"{flag} {name}: expected a model folder with a config.json, found none")
+    if not folder.is_dir() and not is_hub_name:
         raise InputError(
             f"{flag} {name}: no such folder or bundled model{did_you_mean(name, names())}; "
             f"expected a folder, a hub name as owner/name, or one of {', '.join(names())}"
@@ -169,10 +191,7 @@ def _refuse(event: Any) -> NoReturn:
         raise InputError(f"{_flag(argument)}: expected a value (--help lists the options)")
     if said == "InvalidChoice":
         choices = sorted(choice for choice in event.choices if choice != "None")
-        hint, expected = did_you_mean(event.value, choices), ", ".join(choices)
-        raise InputError(
-            f"{_flag(argument)}: expected one of {expected}, got {repr_of(event.value)}{hint}"
-        )
+        raise InputError(f"{_flag(argument)}: {not_one_of(event.value, choices)}")
     if said == "InstantiationFailure" and argument is not None:
         came = re.search(r"""\[?("[^"]*"|'[^']*')\]?""", event.message)
         expected = _expected(str(argument.field.type_stripped))

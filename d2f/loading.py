@@ -215,7 +215,13 @@ def describe(
     contract = saved
     if adapter is not None:
         adapter = resolve(str(adapter))
-        contract = Contract.load(folder_of(adapter, weights=False)) or saved
+        own = Contract.load(folder_of(adapter, weights=False))
+        # The published adapters of D2F have no contract, nor have their bases.
+        by_d2f = own is None and saved.objective is None and saved.prompt_rule == "bidirectional"
+        if by_d2f:
+            what = "it does not say what trained it: D2F, as the published adapters of such models"
+            warnings.warn(f"{adapter}: {what}", SupposedWarning, stacklevel=2)
+        contract = own or (replace(saved, objective="d2f") if by_d2f else saved)
     return Outline(config, replace(contract, **given), tokenizer, place, adapter, saved)
 
 

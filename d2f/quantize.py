@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from d2f.errors import InputError, did_you_mean
+from d2f.errors import InputError, not_one_of
 
 
 @dataclass(frozen=True)
@@ -70,8 +70,7 @@ def check_quantize(name: str, device: torch.device, dtype: torch.dtype) -> None:
     """Raise InputError, with the reason, where a quantisation does not exist, does not run on this
     device or in this dtype, or needs a library that is not installed."""
     if name not in QUANTISATIONS:
-        near, known = did_you_mean(name, QUANTISATIONS), ", ".join(QUANTISATIONS)
-        raise InputError(f"quantize {name!r}: no such quantisation, expected one of {known}{near}")
+        raise InputError(f"quantize: {not_one_of(name, QUANTISATIONS)}")
     found, reason = QUANTISATIONS[name], refusal(name, device)
     if reason:
         here = ", ".join(available(device)) or "none"

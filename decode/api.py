@@ -26,7 +26,7 @@ Decoders = Decoder | str | Iterable[Decoder | str]
 def generate(
     model: DiffusionModel,
     prompts: Prompt | Sequence[Prompt] | Iterator[Prompt],
-    decoder: Decoders,
+    decoder: Decoders | None = None,
     *,
     n: int = 1,
     raw: bool = False,
@@ -39,7 +39,8 @@ def generate(
     prompts: text, chat messages (a list of them, or one alone) or ids, one or many. Text is a user
         message where the tokenizer has a chat template, with raw it is taken as it is. An iterator
         is drawn from as requests enter.
-    decoder: one for all, or one a prompt; a name (``"d2f"``) is that decoder with its defaults.
+    decoder: one for all, or one a prompt; a name (``"d2f"``) is that decoder with its defaults;
+        None is the one that suits the model.
     n: samples of each prompt. At a temperature each has a seed of its own, made from the decoder's
         seed, the number of the sample and, where the decoder is one for all, that of the prompt
         (`decode.step.sample_seed`): equal prompts give different answers, the same call the same
@@ -66,7 +67,7 @@ def generate(
 def stream(
     model: DiffusionModel,
     prompts: Prompt | Sequence[Prompt] | Iterator[Prompt],
-    decoder: Decoders,
+    decoder: Decoders | None = None,
     *,
     n: int = 1,
     raw: bool = False,
@@ -88,7 +89,7 @@ class Events(Iterator[Event]):
         self,
         model: DiffusionModel,
         prompts: Prompt | Sequence[Prompt] | Iterator[Prompt],
-        decoder: Decoders,
+        decoder: Decoders | None,
         n: int,
         raw: bool,
         batch_size: int,
@@ -138,7 +139,9 @@ class Events(Iterator[Event]):
         """Drop what still runs."""
         self._events.close()
 
-    def _requests(self, i: int, prompt: Prompt, chosen: Decoder | str) -> list[Request | Event]:
+    def _requests(
+        self, i: int, prompt: Prompt, chosen: Decoder | str | None
+    ) -> list[Request | Event]:
         """Make the requests of a prompt, or the events that say why it cannot be decoded."""
         model = self._model
         places = range(i * self._n, (i + 1) * self._n)

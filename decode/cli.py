@@ -23,7 +23,14 @@ from d2f.config import read_mapping
 from d2f.contract import FILE_NAME, Contract
 from d2f.device import check_processes, rank
 from d2f.errors import InputError, did_you_mean, repr_of
-from d2f.flags import Switch, Verbose, check_least, check_model_name
+from d2f.flags import (
+    Switch,
+    Verbose,
+    check_device_name,
+    check_family_name,
+    check_least,
+    check_model_name,
+)
 from d2f.models import names, resolve
 from d2f.shipped import DECODING, find_config
 from d2f.tasks import DEFAULT_TASKS, Task, find_tasks, task_of_data
@@ -105,7 +112,9 @@ class ModelOptions:
         check_model_name(self.model)
         if self.adapter is not None:
             check_model_name(self.adapter, "--adapter")
-        check_least(self, tensor_parallel=1)
+        check_least(self, tensor_parallel=1, mask_id=0)
+        check_family_name(self.family)
+        check_device_name(self.device)
         if isinstance(self.threads, int):
             check_least(self, threads=1)
         apart, shared = not self.merge, self.tensor_parallel > 1

@@ -200,14 +200,12 @@ _warned: WeakSet[DiffusionModel] = WeakSet()
 
 def doubt_of(model: DiffusionModel, decoder: Decoder) -> str | None:
     """Return why the decoder may decode the model badly, once for each model; None if it should
-    not. An official adapter does not say what trained it: it gets no warning."""
+    not."""
     contract = model.contract
     doubt = decoder.warning_for(contract)
     if contract.objective == "next_token" and contract.mask_id is not None:
         doubt = "is not a diffusion model yet: it was converted and has to be trained as one"
     if doubt is None or model in _warned:
-        return None
-    if contract.objective is None and model.is_adapted:
         return None
     _warned.add(model)
     return f"{model.path or 'the model'} {doubt}"

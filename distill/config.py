@@ -31,7 +31,7 @@ from d2f.config import (
     override,
     read_mapping,
 )
-from d2f.errors import InputError, did_you_mean
+from d2f.errors import InputError, not_one_of
 from d2f.files import write_beside
 from d2f.shipped import TRAINING, find_config
 from d2f.tasks import Task, find_tasks
@@ -202,8 +202,7 @@ COLUMNS = {
 def _known(names: Collection[str]) -> AfterValidator:
     def check(name: str) -> str:
         if name not in names:
-            hint = did_you_mean(name, names)
-            raise ValueError(f"expected one of {', '.join(names)}, got {name!r:.60}{hint}")
+            raise ValueError(not_one_of(name, names))
         return name
 
     return AfterValidator(check)

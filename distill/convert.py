@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 from d2f import flags as command_line
 from d2f.command import command
 from d2f.errors import CheckpointError, InputError
-from d2f.flags import Switch, Verbose, check_model_name
+from d2f.flags import Switch, Verbose, check_family_name, check_model_name
 from d2f.quiet import quiet
 
 if TYPE_CHECKING:
@@ -67,6 +67,7 @@ class Options:
     def check(self) -> None:
         """Raise InputError for a model that cannot be, or options that do not go together."""
         check_model_name(self.model)
+        check_family_name(self.family)
         if self.family is not None and (self.official or self.upload):
             raise InputError("--official and --upload are for a trained model: leave out --family")
         if self.family is None and self.mask_token is not None:

@@ -13,7 +13,7 @@ from tyro.conf import Positional
 from d2f import flags as command_line
 from d2f.command import command
 from d2f.errors import InputError
-from d2f.flags import Verbose, check_model_name
+from d2f.flags import Verbose, check_family_name, check_model_name
 from d2f.quiet import quiet
 
 if TYPE_CHECKING:
@@ -37,6 +37,7 @@ class Options:
     def check(self) -> None:
         """Raise InputError for a model that cannot be."""
         check_model_name(self.model)
+        check_family_name(self.family)
 
 
 def report(model: DiffusionModel) -> Iterator[str]:

@@ -13,7 +13,7 @@ from typing import Any
 from transformers import PretrainedConfig, PreTrainedTokenizerBase
 
 from d2f.contract import PROMPT_RULES, Contract
-from d2f.errors import CheckpointError, did_you_mean
+from d2f.errors import CheckpointError, not_one_of
 from d2f.families.family import Family, check_complete
 
 
@@ -62,8 +62,7 @@ def family_of(raw: Mapping[str, Any]) -> Family:
 def get_family(name: str) -> Family:
     """Return a family by name. Raises CheckpointError that lists the known ones."""
     if name not in FAMILIES:
-        near = did_you_mean(name, FAMILIES)
-        raise CheckpointError(f"family must be one of {sorted(FAMILIES)}, got {name!r}{near}")
+        raise CheckpointError(f"family: {not_one_of(name, sorted(FAMILIES))}")
     return FAMILIES[name]
 
 
@@ -190,7 +189,7 @@ def check_ids(place: str, contract: Contract, vocabulary: int) -> None:
         )
     for name, ids in (("mask_id", [] if mask is None else [mask]), ("end_ids", contract.end_ids)):
         for i in ids:
-            if i >= vocabulary:
+            if not 0 <= i < vocabulary:
                 raise CheckpointError(
                     f"{place}: {name} must lie in the vocabulary [0, {vocabulary}), got {i}"
                 )

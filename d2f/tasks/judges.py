@@ -18,7 +18,7 @@ from pydantic import Field, PrivateAttr, field_validator, model_validator
 
 from d2f.config import Section, Switch, Text, check, find_attribute
 from d2f.data import BadRecord
-from d2f.errors import InputError, did_you_mean, repr_of
+from d2f.errors import InputError, not_one_of, repr_of
 from d2f.tasks.problem import Problem, bounded, columns_of, render
 from d2f.tasks.sandbox import Limits, passes, protection
 
@@ -443,8 +443,8 @@ def make_judge(
         return Own(place=name, function=function, options=options)
     if name not in JUDGES:
         raise InputError(
-            f"{where}: expected a judge, {', '.join(JUDGES)} or a function of your own as "
-            f"module:function, got {name!r:.60}{did_you_mean(str(name), JUDGES)}"
+            f"{where}: judge: {not_one_of(name, JUDGES)}, or a function of your own as "
+            "module:function"
         )
     if name == Python.name and not allow_code_execution:
         raise InputError(

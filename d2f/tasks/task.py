@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from d2f.errors import InputError
+from d2f.errors import InputError, not_one_of
 from d2f.tasks import coding, countdown, story, sudoku
 from d2f.tasks.problem import Problem
 
@@ -100,7 +100,7 @@ def make_problems(task: str, split: str, count: int, seed: int = 0) -> list[Prob
 
 def _number_of(kind: str, name: str, names: Sequence[str]) -> int:
     if name not in names:
-        raise ValueError(f"{kind} must be one of {', '.join(names)}, got {name!r}")
+        raise InputError(f"{kind}: {not_one_of(name, names)}")
     return names.index(name)
 
 

@@ -230,6 +230,6 @@ def check_endpoint(url: str, served_name: str, api_key: str, limits: Limits) -> 
             raise InputError(f"{url}/models: {quote(str(error))}") from error
     if served_name not in names:
         raise InputError(
-            f"{url} serves {quote(', '.join(names))}, not {served_name!r}"
-            f"{did_you_mean(served_name, names)}"
+            f"{url} does not serve {served_name!r}{did_you_mean(served_name, names)}; it serves "
+            f"{quote(', '.join(names))}"
         )

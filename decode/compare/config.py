@@ -28,7 +28,8 @@ from d2f.config import (
     override,
     read_mapping,
 )
-from d2f.errors import InputError
+from d2f.device import DEVICE
+from d2f.errors import InputError, not_one_of
 from d2f.flags import check_model_name
 from d2f.models import resolve
 from d2f.shipped import COMPARISON, DECODING, find_config
@@ -40,7 +41,7 @@ from decode.jobs import draw_problems, read_prompts
 if TYPE_CHECKING:
     from decode.cli import DecoderSettings
 
-Device = Annotated[str, Field(pattern=r"^(cpu|cuda|mps|xpu)(:[0-9]{1,3})?$")]
+Device = Annotated[str, Field(pattern=DEVICE)]
 Dtype = Literal["float32", "fp32", "bfloat16", "bf16", "float16", "fp16", "auto"]
 Requests = Annotated[int, Field(ge=1, le=10**5)]  # at once
 Variable = Annotated[str, Field(pattern=r"^[A-Za-z_][A-Za-z0-9_]*$")]  # of the environment
@@ -241,7 +242,7 @@ class CompareConfig(Section):
             if isinstance(entry, Ours | Vllm) and entry.shares is not None:
                 _check_shares(entry, self.entries[:place])
         if self.baseline is not None and self.baseline not in names:
-            raise ValueError(f"baseline must be one of {', '.join(names)}, got {self.baseline!r}")
+            raise ValueError(f"baseline: {not_one_of(self.baseline, names)}")
         if bool(self.tasks) == (self.prompts_file is not None):
             raise ValueError("exactly one of tasks and prompts_file must be given")
         if sorted(set(self.concurrency)) != list(self.concurrency):

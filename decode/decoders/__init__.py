@@ -12,7 +12,7 @@ from importlib import import_module
 
 from d2f.config import find_attribute
 from d2f.contract import Contract
-from d2f.errors import InputError, did_you_mean, repr_of
+from d2f.errors import InputError, not_one_of, repr_of
 from decode.decoders.base import Decoder
 from decode.decoders.session import Session
 
@@ -47,10 +47,7 @@ def find_decoder(name: object) -> type[Decoder]:
     if isinstance(name, str) and name in DECODERS:
         return DECODERS[name]
     if not isinstance(name, str) or name.count(":") != 1:
-        raise InputError(
-            f"decoder must be one of {', '.join(DECODERS)}, got {repr_of(name)} (one of your own "
-            f"is given as module:Class){did_you_mean(name, DECODERS)}"
-        )
+        raise InputError(f"decoder: {not_one_of(name, DECODERS)}, or your own as module:Class")
     kind: type[Decoder] = find_attribute(name, "decoder")
     if not _is_decoder(kind):
         raise InputError(
@@ -61,12 +58,12 @@ def find_decoder(name: object) -> type[Decoder]:
 
 
 def as_decoder(decoder: object, contract: Contract) -> Decoder:
-    """Take a decoder as it is, and make one from its name with the defaults for a model of that
-    contract. Raises InputError."""
+    """Take a decoder as it is, and make one from its name, or the default one of None, with the
+    defaults for a model of that contract. Raises InputError."""
     if isinstance(decoder, Decoder):
         return decoder
-    if isinstance(decoder, str):
-        kind = find_decoder(decoder)
+    if decoder is None or isinstance(decoder, str):
+        kind = default_decoder(contract) if decoder is None else find_decoder(decoder)
         return kind(**kind.with_model_defaults({}, contract))
     raise InputError(
         f"decoder must be a Decoder, such as decode.D2F(), or one of the names "

@@ -14,7 +14,7 @@ from types import UnionType
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, Self, Union, get_args, get_origin
 
 from d2f.contract import Contract
-from d2f.errors import InputError, did_you_mean, repr_of
+from d2f.errors import InputError, did_you_mean, not_one_of, repr_of
 from decode.decoders.session import MOST, Session
 from decode.step import sample_seed
 
@@ -57,10 +57,7 @@ def one_of(name: str, value: object, words: Iterable[str]) -> None:
     """Raise InputError unless value is one of the words."""
     words = tuple(words)
     if not isinstance(value, str) or value not in words:
-        raise InputError(
-            f"{name} must be one of {', '.join(words)}, got {repr_of(value)}"
-            f"{did_you_mean(value, words)}"
-        )
+        raise InputError(f"{name}: {not_one_of(value, words)}")
 
 
 @dataclass(frozen=True)

@@ -20,13 +20,13 @@ class D2F(Pipeline):
     """The pipeline in all its forms; its options are those of `Pipeline`."""
 
     name: ClassVar[str] = "d2f"
-    summary: ClassVar[str] = "the pipeline (default for LLaDA- and Dream-like models)"
+    summary: ClassVar[str] = "the pipeline (default for a model that D2F trained)"
 
     @classmethod
     def is_default_for(cls, contract: Contract) -> bool:
         return (
             contract.mask_id is not None
-            and contract.objective != "wino_plus"
+            and contract.objective == "d2f"
             and mask_kind(contract) in ("bidirectional", "block-causal")
         )
 

@@ -26,6 +26,7 @@ from d2f.contract import Contract
 from d2f.errors import InputError
 from decode.decoders.base import block_size_option, option
 from decode.decoders.blockwise import Blockwise, BlockwiseSession
+from decode.decoders.session import mask_kind
 from decode.step import Floats, Ints, Predictions
 
 Proxy = Literal["entropy", "confidence", "margin"]
@@ -36,7 +37,7 @@ class Static(Blockwise):
     """Options of static decoding."""
 
     name: ClassVar[str] = "static"
-    summary: ClassVar[str] = "LLaDA's low-confidence decoding"
+    summary: ClassVar[str] = "LLaDA's low-confidence decoding (default for LLaDA and Dream)"
 
     steps: int | None = option(
         None,
@@ -51,6 +52,14 @@ class Static(Blockwise):
                 f"steps must be a multiple of the {self.block_count} blocks "
                 f"({self.length} tokens in blocks of {self.size}), got {self.steps}"
             )
+
+    @classmethod
+    def is_default_for(cls, contract: Contract) -> bool:
+        return (
+            contract.mask_id is not None
+            and contract.objective not in ("d2f", "wino_plus")
+            and mask_kind(contract) == "bidirectional"
+        )
 
     def begin(self, prompt: list[int], contract: Contract) -> StaticSession:
         return StaticSession(self, prompt, contract)

@@ -9,6 +9,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
+from decode.report import empty_notice
 from decode.server.generation import Choice, Generation
 from decode.server.protocol import AnyRequest, CompletionRequest
 from decode.server.text import TokenLogprob, chat_logprobs, completion_logprobs, prompt_logprobs
@@ -18,9 +19,12 @@ Json = dict[str, Any]
 
 def usage(generation: Generation) -> Json:
     """Count the tokens so far and, under `d2f`, their cost: sums over the choices, seconds since
-    the request came, and the seed that those of the choices are made from."""
+    the request came, the seed that those of the choices are made from, and why choices may be empty
+    where some are."""
     tokens, calls, decoder = generation.tokens, generation.calls, generation.decoder
     results = [choice.result for choice in generation.choices if choice.result is not None]
+    empty = [result for result in results if result.raw_tokens and not result.tokens]
+    longest = max((len(result.raw_tokens) for result in empty), default=0)
     return {
         "completion_tokens": tokens,
         "prompt_tokens": generation.prompt_tokens,
@@ -33,6 +37,7 @@ def usage(generation: Generation) -> Json:
             "reused_rows": sum(result.reused_rows for result in results),
             "seconds": round(generation.seconds, 6),
             "seed": None if decoder.greedy else decoder.seed,
+            "notice": empty_notice(generation.served.model, len(empty), longest),
         },
     }
 

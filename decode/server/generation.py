@@ -10,7 +10,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from d2f.errors import InputError, did_you_mean, repr_of
+from d2f.errors import InputError, did_you_mean, not_one_of
 from decode.decoders import Decoder
 from decode.decoders.base import common_options, options_of
 from decode.engine.async_engine import Ticket
@@ -280,8 +280,7 @@ def choose_decoder(served: ServedModel, asked: TextRequest) -> Decoder:
         if asked.decoder not in served.decoders:  # looked up, never imported
             raise ApiError(
                 400,
-                f"decoder must be one of {', '.join(served.decoders)} for the model {served.name}, "
-                f"got {repr_of(asked.decoder)}{did_you_mean(asked.decoder, served.decoders)}",
+                f"decoder: {not_one_of(asked.decoder, served.decoders)} for {served.name}",
                 param="decoder",
                 code="decoder_not_found",
             )

@@ -15,7 +15,7 @@ from prometheus_client import CollectorRegistry, Counter, Histogram
 from prometheus_client.metrics_core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-from d2f.errors import did_you_mean, repr_of
+from d2f.errors import not_one_of
 from decode.server.generation import Generation
 from decode.server.models import ServedModel
 from decode.server.options import Options
@@ -125,8 +125,7 @@ class ServerState:
         if name not in self.models:
             raise ApiError(
                 404,
-                f"there is no model {repr_of(name)}: expected one of {', '.join(self.models)}"
-                f"{did_you_mean(name, self.models)}",
+                f"there is no such model: {not_one_of(name, self.models)}",
                 param="model",
                 code="model_not_found",
             )

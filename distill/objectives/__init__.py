@@ -13,7 +13,7 @@ from importlib import import_module
 from typing import Any
 
 from d2f.config import find_attribute
-from d2f.errors import InputError, did_you_mean
+from d2f.errors import InputError, not_one_of
 
 Kind = Any  # a subclass of `distill.objectives.base.Objective`, which imports torch
 
@@ -36,10 +36,7 @@ class _Objectives(Mapping[str, Kind]):
             )
         if isinstance(name, str) and name.count(":") == 1:
             return find_attribute(name, "objective")
-        raise InputError(
-            f"expected one of {', '.join(self.names)}, or your own as module:Class, "
-            f"got {name!r}{did_you_mean(str(name), self.names)}"
-        )
+        raise InputError(f"{not_one_of(name, self.names)}, or your own as module:Class")
 
     def __iter__(self) -> Iterator[str]:
         return iter(self.names)

@@ -13,8 +13,9 @@ export function draw(pane, run, cursor, scale) {
   const frame = run.frames[count - 1];
   const now = figures(run, count);
   find(".state").replaceChildren(...stateOf(run, count));
-  find(".error").hidden = !run.error;
-  find(".error").textContent = run.error ?? "";
+  const said = run.error ?? run.usage?.d2f?.notice ?? ""; // why an answer is empty
+  find(".error").hidden = !said;
+  find(".error").textContent = said;
   const blocks = frame ? blocksOf(run, frame, run.frames[count - 2]) : [];
   find(".blocks").replaceChildren(...blocks);
   find(".blocks").ariaLabel = frame
