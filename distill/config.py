@@ -33,6 +33,7 @@ from d2f.config import (
 )
 from d2f.errors import InputError, not_one_of
 from d2f.files import write_beside
+from d2f.flags import family_names
 from d2f.shipped import TRAINING, find_config
 from d2f.tasks import Task, find_tasks
 from d2f.tasks.judges import CodeExecution
@@ -357,7 +358,7 @@ class Settings(Section):
     """The training data."""
     seed: Seed = 0
     """Seed of weights, noise, order of the rows and generated problems."""
-    family: Text | None = None
+    family: Annotated[Text, _known(family_names())] | None = None
     """Family of the result; default: that of init. A model from scratch needs it."""
     init: Text | None = None
     """Checkpoint to start from: folder, hub name or bundled name. Either it or model."""

@@ -138,7 +138,10 @@ def test_what_a_user_should_know_is_said_before(data, capsys):
         (["--batch-size", "0"], "--batch-size must be at least 1, got 0"),
         (["--tasks", "chess"], "--tasks: there is no task or task file 'chess'"),
         (["--json", "no/such/folder/x.json"], "folder"),
-        (["--data", "mine.jsonl", "--judge", "no"], "--judge: expected a judge, exact, numeric"),
+        (
+            ["--data", "mine.jsonl", "--judge", "no"],
+            "--judge: no such judge: got 'no'",
+        ),
         (
             ["--data", "none.jsonl", "--judge", "exact"],
             "none: none.jsonl: cannot be read: No such file",

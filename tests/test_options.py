@@ -10,6 +10,7 @@ from contextlib import redirect_stderr
 import pytest
 
 from decode import batch, evaluate, pipeline, record_states, tune
+from decode import serve as serving
 from decode.cli import decoder_flags, help_of, options_by_name
 from decode.compare import __main__ as compare
 from decode.decoders import DECODERS
@@ -24,6 +25,7 @@ MAINS = {
     "evaluate": evaluate.main,
     "tune": tune.main,
     "compare": compare.main,
+    "serve": serving.main,
     "states": record_states.main,
     "rollouts": rollouts.main,
     "convert": convert.main,
@@ -91,8 +93,14 @@ NEAREST = {
     "decode --tasks stroy": "did you mean story?",
     "decode --model tiny-d2": "no such folder or bundled model; did you mean tiny-d2f?",
     "decode --config tiny-d2f-stori": "did you mean tiny-d2f-story?",
-    "decode --dtype fp17": "--dtype: expected one of auto, .* got 'fp17'; did you mean fp16?",
+    "decode --dtype fp17": "--dtype: got 'fp17'; did you mean fp16?; expected one of auto",
     "decode --reveal sttic": "did you mean static?",
+    "decode --decoder d2ff": "got 'd2ff'; did you mean d2f?; expected one of",
+    "decode --family lada": "--family: got 'lada'; did you mean llada?; expected one of",
+    "compare --config compare-tiny --entries.D2F.decoder treshold": "did you mean threshold?",
+    "compare --config compare-tiny --entries.D2F.famly x": "--entries.3.famly: there is no such",
+    "compare --config compare-tiny --entries.autoregressive.family cusal": "did you mean causal?",
+    "compare --config compare-tiny --repetition 3": "--repetition: there is no such key; did you",
     "compare --config compare-tny": "did you mean compare-tiny?",
     "data --inspect --config tiny-d2g": "did you mean tiny-d2f?",
 }
@@ -123,25 +131,29 @@ NONSENSE = {
     "batch": {"": "expected --input, --output", "--input x --output y --batch-size 0": "must be"},
     "evaluate": {
         "--problems 0": "--problems must", "--samples 0": "--samples must", "--pass-at 2": "from 1",
-        "--pass-at x": "--pass-at must be whole numbers", "--split train": "--split: expected one",
+        "--pass-at x": "--pass-at must be whole numbers", "--split train": "--split: got 'train'",
         "--judge-jobs 0": "--judge-jobs must", "--workers 0": "--workers must",
         "--address x:1": "--address is of a Ray cluster", "--tasks ,": "--tasks",
     },
     "tune": {
         "": "expected --output", "--output o --tau-conf x": "--tau-conf: expected numbers",
         "--output o --within 1 --min-accuracy 1": "exclude each other",
-        "--output o --search x": "--search: expected one of",
+        "--output o --search x": "--search: got 'x'; expected one of",
     },
     "compare": {"": "expected --config", "--config none": "cannot be read"},
     "states": {"": "expected --output", "--output o --block-sizes x": "--block-sizes must be as"},
     "rollouts": {
         "--output o": "expected --model", "--model tiny-teacher": "expected --output",
         "--model tiny-teacher --output o --temperatures x": "--temperatures must be numbers",
-        "--model tiny-teacher --output o --decoder block": "--decoder: expected one of",
+        "--model tiny-teacher --output o --decoder block": "--decoder: got 'block'",
     },
     "convert": {"--model tiny-ar": "expected --output"},
     "data": {"--config tiny-d2f": "expected --inspect", "--inspect": "expected --config"},
 }  # fmt: skip
+for command in ("batch --input x --output y", "decode", "evaluate", "serve", "tune --output o"):
+    NEAREST[f"{command} --device cudda"] = "--device: got 'cudda'; did you mean cuda?; expected one"
+    NEAREST[f"{command} --model ."] = "expected a model folder with a config.json, found none"
+    NEAREST[f"{command} --mask-id -5"] = "--mask-id must be at least 0, got -5"
 CASES = [(*line.split(" ", 1), said) for line, said in NEAREST.items()]
 CASES += [(name, words, said) for name, cases in NONSENSE.items() for words, said in cases.items()]
 
@@ -174,6 +186,8 @@ def test_a_mistake_in_a_training_is_the_same(elsewhere, monkeypatch):
         "--stepz 3": "--stepz: there is no such key; did you mean steps?",
         "--steps x": "--steps: expected a whole number, got 'x'",
         "--steps": "overrides must be pairs",
+        "--family lada": "--family: got 'lada'; did you mean llada?; expected one of causal",
+        "--lora.rank 4": "--objective.lora.rank: there is no such key; did you mean",
     }.items():
         monkeypatch.setattr("sys.argv", ["train", *words.split()])
         error = io.StringIO()

@@ -114,8 +114,14 @@ def test_more_problems_than_a_split_holds(monkeypatch):
 @pytest.mark.parametrize(
     ("task", "split", "number", "seed", "message"),
     [
-        ("chess", "train", 1, 0, "task must be one of story, countdown, sudoku, coding, got 'c"),
-        ("story", "test", 1, 0, "split must be one of train, tuning, heldout, got 'test'"),
+        (
+            "chess",
+            "train",
+            1,
+            0,
+            "task: got 'chess'; expected one of story, countdown, sudoku, coding",
+        ),
+        ("story", "test", 1, 0, "split: got 'test'; expected one of train, tuning, heldout"),
         ("story", "train", 1, -2, "non-negative"),
     ],
 )
@@ -337,7 +343,7 @@ def test_a_tokenizer_of_other_tasks(tmp_path, capsys):
     assert words == ["def", " rate", "(", "sizes", ")", ":", "\n", "    ", "for"]
     with pytest.raises(SystemExit):
         main(["--output", str(tmp_path / "b"), "--tasks", "chess"])
-    assert "task must be one of story, countdown, sudoku, coding, got 'chess'" in (
+    assert "task: got 'chess'; expected one of story, countdown, sudoku, coding" in (
         capsys.readouterr().err
     )
 

@@ -443,7 +443,7 @@ def make_judge(
         return Own(place=name, function=function, options=options)
     if name not in JUDGES:
         raise InputError(
-            f"{where}: judge: {not_one_of(name, JUDGES)}, or a function of your own as "
+            f"{where}: no such judge: {not_one_of(name, JUDGES)}, or a function of your own as "
             "module:function"
         )
     if name == Python.name and not allow_code_execution:

@@ -30,7 +30,7 @@ from d2f.config import (
 )
 from d2f.device import DEVICE
 from d2f.errors import InputError, not_one_of
-from d2f.flags import check_model_name
+from d2f.flags import check_family_name, check_model_name
 from d2f.models import resolve
 from d2f.shipped import COMPARISON, DECODING, find_config
 from d2f.tasks import Problem, Task, find_tasks
@@ -314,6 +314,7 @@ def read_config(path: str | Path, overrides: Sequence[str] = ()) -> CompareConfi
     for entry in (entry for entry in config.entries if isinstance(entry, Ours)):
         with named(entry):
             check_model_name(entry.model)
+            check_family_name(entry.family)
             for task in config.chosen or (None,):
                 settings = decoder_settings(entry, task.name if task else None)
                 if settings.name is not None:  # else the model decides which decoder it is

@@ -56,7 +56,8 @@ class Static(Blockwise):
     @classmethod
     def is_default_for(cls, contract: Contract) -> bool:
         return (
-            contract.mask_id is not None
+            cls is Static  # and no decoder made of it
+            and contract.mask_id is not None
             and contract.objective not in ("d2f", "wino_plus")
             and mask_kind(contract) == "bidirectional"
         )

@@ -327,7 +327,7 @@ def changed(**more):
         (changed(tasks=[]), "exactly one of tasks and prompts_file"),
         (changed(tasks=["chess"]), "no task or task file 'chess'"),
         (changed(concurrency=[2, 1]), "concurrency must rise"),
-        (changed(baseline="none"), "baseline must be one of base, D2F, hf"),
+        (changed(baseline="none"), "baseline: got 'none'; expected one of base, D2F, hf"),
         (changed(entries=[OURS, OURS]), "two entries have one name"),
         (changed(entries=[OURS | {"config": "no-{task}.yaml"}]), "no-story.yaml"),
         (changed(entries=[BASE | {"shares": "x"}]), "shares must name an earlier entry"),

@@ -69,7 +69,7 @@ def test_output_of_another_run(student, tmp_path, capsys):
         (["--prompt", "<|mask|>"], "contains the mask id 1 at position 1"),
         (["--prompt", "a " * 300], "--prompt has 3"),
         (["--prompt", "Hi", "--max-new-tokens", "9999"], "the model's context is 256"),
-        (["--device", "abacus"], "--device abacus: no such device here"),
+        (["--device", "abacus"], "--device: got 'abacus'; expected one of cpu, cuda"),
         (["--adapter", "no/such/folder"], "no/such/folder"),
     ],
 )
@@ -88,7 +88,10 @@ def test_bad_arguments(student, tmp_path, capsys, arguments, message):
         ("tau_add: 0.1\ndecoder: static", "the decoder static has no option tau_add; it has"),
         ("tau_add: high", "tau_add must lie in [0, 1], got 'high'"),
         ("stop: 3", "stop must be non-empty strings, got 3"),
-        ("decoder: beam", f"decoder must be one of {', '.join(DECODERS)}, got 'beam'"),
+        (
+            "decoder: beam",
+            f"decoder: got 'beam'; expected one of {', '.join(DECODERS)}, or your own",
+        ),
         ("- 1", "expected a mapping of keys, got a list of 1"),
     ],
 )

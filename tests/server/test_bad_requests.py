@@ -22,7 +22,7 @@ DEEP = [100, 950, 100_000]  # levels
 
 FIELDS = [
     # field, value, what the message says, status
-    ("model", "gpt-4", "no model 'gpt-4': expected one of tiny-d2f, tiny-ar", 404),
+    ("model", "gpt-4", "no such model: got 'gpt-4'; expected one of tiny-d2f, tiny-ar", 404),
     ("model", None, "model: expected a value, got nothing", 400),
     ("prompt", "", "prompt is empty", 400),
     ("prompt", ["1", ""], "prompt 1 is empty", 400),
@@ -40,7 +40,7 @@ FIELDS = [
     ("stop", "a" * 257, "stop", 400),
     ("stream", "yes", "stream: expected true or false", 400),
     ("stream_options", {"include_usage": True}, "stream_options needs stream", 400),
-    ("decoder", "os:system", "decoder must be one of d2f", 400),
+    ("decoder", "os:system", "decoder: got 'os:system'; expected one of d2f", 400),
     ("decoder", "statc", "did you mean static?", 400),
     ("tau_conf", 1.5, "tau_conf must lie in [0, 1], got 1.5", 400),
     ("tau", 0.5, "there is no field tau, and no such option of the decoder d2f", 400),
@@ -157,7 +157,7 @@ def test_paths_and_methods_that_are_none(served):
         assert refused(served.client.get(path), 404)
     refused(served.client.get("/v1/completions"), 405)
     refused(served.client.delete("/v1/models"), 405)
-    assert "no model 'a/b'" in refused(served.client.get("/v1/models/a/b"), 404, "model")
+    assert "no such model: got 'a/b'" in refused(served.client.get("/v1/models/a/b"), 404, "model")
 
 
 def test_monitors_may_ask_for_the_head_alone(served):

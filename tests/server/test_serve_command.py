@@ -73,7 +73,7 @@ BAD = [
     (["--allowed-host", "http://x"], "--allowed-host must be a name or address without port"),
     (["--cors-origin", "x.example"], "--cors-origin must be like https://a.example:8443 or *"),
     (["--public", "/v1/models"], "--public must be some of /health,/ready,/metrics"),
-    (["--allow-decoders", "d2f,none"], "decoder must be one of"),
+    (["--allow-decoders", "d2f,none"], "decoder: got 'none'; expected one of"),
     (["--tau-conf", "2", "--decoder", "d2f"], "tau_conf must"),
     (["--model", "no-such-model"], "no-such-model"),
 ]

@@ -432,7 +432,10 @@ def test_a_problem_that_nothing_could_solve_is_an_error(name, options, answer, m
 @pytest.mark.parametrize(
     ("given", "message"),
     [
-        ("nothing", "expected a judge, exact, numeric, choice, regex, math, contains, python"),
+        (
+            "nothing",
+            "got 'nothing'; expected one of exact, numeric, choice, regex, math, contains",
+        ),
         ("numerik", "did you mean numeric"),
         ({"name": "regex"}, "judge regex: pattern: expected a value, got nothing"),
         ({"name": "regex", "pattern": "("}, "no regular expression"),

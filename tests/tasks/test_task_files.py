@@ -177,7 +177,7 @@ def test_the_identity_changes_with_what_decides_a_verdict(tmp_path):
     [
         (ROWS, {"judge": None}, "judge: expected a value, got nothing"),
         (ROWS, {"columns": {}}, "columns: there is no such key"),
-        (ROWS, {"judge": "no"}, "mine.yaml: expected a judge, exact"),
+        (ROWS, {"judge": "no"}, "mine.yaml: no such judge: got 'no'; expected one of exact"),
         (ROWS, {"judge": {"name": "python", "tests": "1"}}, "--allow-code-execution"),
         (ROWS, {"prompt": "{{ question"}, "cannot be read"),
         (ROWS, {"splits": {"heldout": 0.8, "tuning": 0.3}}, "must add up to at most 1, got 1.1"),

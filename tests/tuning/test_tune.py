@@ -202,7 +202,7 @@ def test_another_run_in_the_output(tmp_path, made_up, capsys):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["--decoder", "beam"], f"decoder must be one of {', '.join(DECODERS)}, got 'beam'"),
+        (["--decoder", "beam"], f"decoder: got 'beam'; expected one of {', '.join(DECODERS)}"),
         (["--steps", "4"], "the decoder d2f has no option steps; of those"),
         (["--decoder", "static"], "the decoder static has no default grid: give values"),
         (["--decoder", "autoregressive"], "the options that can be searched: none"),
