@@ -17,10 +17,12 @@ from transformers import AutoModelForCausalLM
 from d2f import spans as sp
 from d2f.adapters import ATTENTION, attach, new_lora
 from d2f.checkpoint import base_name, fingerprint
-from d2f.errors import CheckpointError, UnverifiedBaseWarning
+from d2f.errors import CheckpointError, SupposedWarning, UnverifiedBaseWarning
 from d2f.loading import load
 from d2f.models import HERE
 from d2f.saving import save, save_adapter, save_model
+from decode import D2F, Static
+from decode.decoders import default_decoder
 
 IDS = torch.arange(4, 20)[None]
 SPANS = sp.block_causal(16, 5, 4)
@@ -36,6 +38,14 @@ def logits(model, spans=SPANS):
 @pytest.fixture
 def base(golden):
     return load(golden / "llada-tiny", device="cpu")
+
+
+def test_an_official_adapter_is_taken_for_one_of_d2f(golden, base):
+    """The default decoder is then D2F; without it, or with a contract that says otherwise, not."""
+    with pytest.warns(SupposedWarning, match="does not say what trained it: D2F"):
+        adapted = load(golden / "llada-tiny", adapter=golden / "llada-tiny/adapter", device="cpu")
+    assert adapted.contract == dataclasses.replace(base.contract, objective="d2f")
+    assert (default_decoder(adapted.contract), default_decoder(base.contract)) == (D2F, Static)
 
 
 @pytest.fixture

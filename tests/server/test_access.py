@@ -127,7 +127,7 @@ def test_the_log_has_a_line_a_request_without_prompts_and_keys(locked, lines):
     assert [entry["status"] for entry in entries] == [200, 404, 400, 401]
     first = entries[0]
     assert (first["id"], first["path"], first["method"]) == ("mine", "/v1/completions", "POST")
-    assert (first["model"], first["decoder"], first["outcome"]) == ("m", "d2f", "finished")
+    assert (first["model"], first["decoder"], first["outcome"]) == ("m", "static", "finished")
     assert first["tokens"] <= 4 and first["forwards"] >= 1 and first["seconds"] >= 0
     assert first["prompt_tokens"] > 1 and first["level"] == "info" and first["time"].endswith("Z")
     whole = "\n".join(found)
@@ -141,7 +141,7 @@ def test_prompts_are_logged_where_that_is_asked_for(lines):
         served.client.get("/a status=200 b", headers={"x-request-id": "mine"})
     one, other = written()
     assert "prompts=" in one and "break" in one and "\x1b" not in one
-    assert "status=200" in one and 'decoder="d2f"' in one
+    assert "status=200" in one and 'decoder="static"' in one
     assert 'path="/a status=200 b"' in other and " status=404" in other
 
 

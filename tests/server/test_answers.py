@@ -61,6 +61,14 @@ def test_every_decoder_in_one_batch_gives_what_it_gives_alone(kind):
         assert cost["seed"] == (None if decoder.greedy else decoder.seed)
 
 
+def test_an_empty_answer_has_its_likely_reason(served):
+    asked = [{"role": "user", "content": "What is the capital of France?"}]
+    answer = served.ask({**CHAT, "messages": asked}, "/v1/chat/completions")
+    assert answer["choices"][0]["message"]["content"] == ""
+    assert answer["usage"]["d2f"]["notice"].startswith("1 answer is empty: the model may not know")
+    assert served.ask(CHAT, "/v1/chat/completions")["usage"]["d2f"]["notice"] is None
+
+
 def test_a_chat_of_text_in_parts_is_what_generate_makes_of_its_messages(served, tiny_d2f):
     (result,) = decode.generate(tiny_d2f, CHAT["messages"], decode.D2F(max_new_tokens=64))
     parts = [{"type": "text", "text": QUESTION[:7]}, {"type": "text", "text": QUESTION[7:]}]

@@ -233,6 +233,15 @@ def test_what_is_taken_back_is_marked(tab, models):
     assert seen
 
 
+def test_an_empty_answer_has_its_likely_reason(tab):
+    tab.run("What is the capital of France?")
+    said = "1 answer is empty: the model may not know such a task"
+    assert tab.text(LEFT) == ""
+    expect(tab.pane(LEFT).locator(".error")).to_contain_text(said)
+    tab.run(STORY)
+    expect(tab.pane(LEFT).locator(".error")).to_be_hidden()
+
+
 def test_play_and_pause(tab):
     """Four forwards a second, as the page's clock goes: to the end, and not on after a pause."""
     tab.run(STORY)
