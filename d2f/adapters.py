@@ -90,7 +90,7 @@ def attach(
                 f"them, got one of {', '.join(sorted(own))}"
             )
         chosen = {n for n in modules if n.rsplit(".", 1)[-1] in targets}
-        config.target_modules = chosen
+        config.target_modules, config.layers_to_transform = set(targets), None
         new = tuple(f"{_PREFIX}{name}." for name in chosen - set(adapted))
     try:
         wrapped = PeftModel(model.backbone, config)

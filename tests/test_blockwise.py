@@ -184,7 +184,7 @@ def test_the_block_size_of_an_sdar_folder_is_in_its_contract(tmp_path, size, exp
     assert decode.Block().size(model.contract) == (expected or 4)
     config["block_size"] = "big"
     (tmp_path / "config.json").write_text(json.dumps(config))
-    with pytest.raises(CheckpointError, match=r"block_size must be a whole number .* got 'big'"):
+    with pytest.raises(CheckpointError, match=r"block_size: expected a whole number, got 'big'"):
         d2f.load(tmp_path, device="cpu")
 
 
