@@ -29,10 +29,7 @@ def __getattr__(name: str) -> Any:
         raise AttributeError(f"module 'd2f' has no attribute {name!r}{did_you_mean(name, _HOMES)}")
     from importlib import import_module
 
-    from d2f.quiet import quiet
-
-    with quiet():  # transformers imports torchao where it is installed, which has much to say
-        return getattr(import_module(_HOMES[name]), name)
+    return getattr(import_module(_HOMES[name]), name)
 
 
 def __dir__() -> list[str]:

@@ -31,12 +31,14 @@ from d2f.errors import CheckpointError, UnverifiedBaseWarning, did_you_mean
 from d2f.families import FAMILIES, Family, check_ids
 from d2f.models import resolve
 from d2f.parts import ModelParts
+from d2f.quiet import quiet
 
 _PREFIX = "base_model.model."  # PEFT's wrappers, which its files put before every weight's name
 _HUB_NAME = re.compile(r"[\w-][\w.-]*/[\w.-]*[\w-]")
 ATTENTION = ("q_proj", "k_proj", "v_proj", "o_proj")
 
 
+@quiet()  # PEFT imports bitsandbytes where it is installed, and asks for what is deprecated
 def new_lora(
     model: ModelParts,
     *,
@@ -53,6 +55,7 @@ def new_lora(
     model.adapter = PeftModel(model.backbone, config)
 
 
+@quiet()
 def attach(
     model: ModelParts, place: str, *, trainable: bool = False, targets: Sequence[str] = ()
 ) -> None:

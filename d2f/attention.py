@@ -11,11 +11,14 @@ from typing import Literal
 
 import torch
 from torch import Tensor, nn
-from transformers import AttentionInterface
 
+from d2f.quiet import quiet
 from triton_kernels.dispatch import use_kernel
 from triton_kernels.flex import FlexSpans
 from triton_kernels.span_attention import can_run, masked_attention, span_attention, span_mask
+
+with quiet():  # transformers imports torchao where it is installed, which has much to say
+    from transformers import AttentionInterface
 
 NAME = "span"
 Way = Literal["sdpa", "flex", "kernel"]

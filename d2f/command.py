@@ -112,7 +112,7 @@ def command(
             except (FloatingPointError, NonFiniteLogitsError, RankError, OSError) as error:
                 return say(f"error: {error}", FAILED)
             except KeyboardInterrupt:
-                return say(interrupted, INTERRUPTED)
+                return INTERRUPTED if rank() > 0 else say(interrupted, INTERRUPTED)
             except Exception as error:
                 said = out_of_memory(error)
                 if said is None:

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import difflib
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 
 LONGEST = 1500  # characters of an error
 
@@ -114,3 +115,18 @@ def out_of_memory(error: BaseException) -> str | None:
         return f"out of memory: {str(error).splitlines()[0]}"
     found = _OF_A_CPU.search(str(error)) if isinstance(error, RuntimeError) else None
     return f"out of memory: {found[1]}" if found else None
+
+
+class RustPanicError(RuntimeError):
+    """The tokenizer panicked in Rust, which ends one request."""
+
+
+@contextlib.contextmanager
+def panics_are_errors() -> Iterator[None]:
+    """Raise a panic of the tokenizer, which is no `Exception`, as RustPanicError."""
+    try:
+        yield
+    except BaseException as error:
+        if type(error).__name__ != "PanicException":
+            raise
+        raise RustPanicError(f"the tokenizer failed: {error}") from error

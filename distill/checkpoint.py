@@ -12,6 +12,7 @@ import contextlib
 import hashlib
 import json
 import os
+import pickle
 import re
 import shutil
 import warnings
@@ -77,9 +78,13 @@ def newest(folder: Path) -> dict[str, Any] | None:
                     raise ValueError("it is not what was written")
             # weights_only: a file that someone else wrote runs no code.
             state: dict[str, Any] = torch.load(path, weights_only=True, map_location="cpu")
-            return state
+            return {key: state[key] for key in ("step", "sample", "weights", "optimizer")} | state
         except Exception as error:  # what torch raises for a damaged file has no common type
             reason = str(error).strip().split("\n")[0]
+            if isinstance(error, pickle.UnpicklingError):  # torch tells how to run its code
+                reason = "it holds more than tensors and numbers"
+            if isinstance(error, KeyError | TypeError):
+                reason = "it is no checkpoint of a training"
             warnings.warn(f"damaged checkpoint passed over: {path}: {reason}", stacklevel=2)
     if steps(folder):
         raise CheckpointError(

@@ -31,12 +31,12 @@ from d2f.tasks.tokenizer import train_tokenizer
 from distill.checkpoint import RunFolder, file_digest
 from distill.config import Lora, TrainConfig
 from distill.data.stream import Stream
-from distill.log import draw_curve, extension_text, read_log
+from distill.log import CURVE, draw_curve, extension_text, read_log
 from distill.objectives import OBJECTIVES
 from distill.objectives.base import Objective
 from distill.sharding import is_sharded, read_weights, trained_parameters
 
-CARD, CURVE = "README.md", "loss.png"
+CARD = "README.md"
 _HASHED = 256  # samples
 _DTYPES = {"F16": "float16", "BF16": "bfloat16", "F32": "float32", "F64": "float64"}
 _EVALUATED = tuple(
@@ -266,7 +266,7 @@ def export_run(
     if config.export_official:
         write_result(output / "official", {CARD: text}, save_official, model, **files)
     with says_what_is_kept(output / CURVE, "the result is written"):
-        draw_curve(lines, output / CURVE)
+        draw_curve(folder.log)
     folder.finish()
 
 

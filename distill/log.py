@@ -7,7 +7,7 @@ import json
 import shlex
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +16,7 @@ from tqdm import tqdm
 from d2f.files import GrowingFile, says_what_is_kept, write_beside
 from distill.config import TrainConfig
 
+CURVE = "loss.png"
 APART = 30.0  # seconds between printed lines, at least
 
 
@@ -101,8 +102,10 @@ def read_log(path: Path) -> list[dict[str, Any]]:
     return lines
 
 
-def draw_curve(lines: Sequence[Mapping[str, Any]], path: Path) -> None:
-    """Draw the loss and its running mean over a log as a picture, if matplotlib is installed."""
+def draw_curve(log: Path) -> None:
+    """Draw the loss and its running mean beside a log as a picture, if matplotlib is installed."""
+    if not (lines := read_log(log)):  # a run that was stopped before the first
+        return
     try:
         from matplotlib.figure import Figure
     except ImportError:
@@ -116,4 +119,4 @@ def draw_curve(lines: Sequence[Mapping[str, Any]], path: Path) -> None:
     axes.plot(steps, [sum(p) / len(p) for p in parts], label=f"mean of {window} logged steps")
     axes.set(xlabel="step", ylabel="loss")
     axes.legend()
-    figure.savefig(path, dpi=120, bbox_inches="tight")
+    figure.savefig(log.parent / CURVE, dpi=120, bbox_inches="tight")

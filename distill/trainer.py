@@ -36,7 +36,7 @@ from distill.config import TrainConfig
 from distill.data.stream import fill_rows
 from distill.export import export_run, prepare_model
 from distill.heldout_loss import HeldoutLoss
-from distill.log import Log, Progress, result_text
+from distill.log import Log, Progress, draw_curve, result_text
 from distill.objectives import OBJECTIVES
 from distill.objectives.base import gathered
 from distill.sharding import (
@@ -237,6 +237,8 @@ def train(config: TrainConfig, *, stop_after: int | None = None) -> Path:
             print(result_text(config, folder.expected))
         return folder.place
     accelerator.end_training()
+    if is_main:
+        draw_curve(folder.log)
     if stopped and is_main:
         name = signal.Signals(stopped).name
         print(f"stopped by {name} after step {done}, which is saved: the same command goes on")

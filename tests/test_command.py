@@ -88,7 +88,7 @@ def test_a_command_gets_its_words_and_gives_its_status(monkeypatch, capsys):
         (KeyboardInterrupt(), 130, "stopped, it goes on\n"),
     ],
 )
-def test_what_is_raised_is_a_line_and_a_status(capsys, error, status, said):
+def test_what_is_raised_is_a_line_and_a_status(capsys, monkeypatch, error, status, said):
     @command(FloatingPointError, interrupted="stopped, it goes on")
     def main():
         if error is not None:
@@ -96,6 +96,9 @@ def test_what_is_raised_is_a_line_and_a_status(capsys, error, status, said):
 
     assert main() == status
     assert capsys.readouterr().err == said
+    if status == 130:  # of several processes one says it
+        monkeypatch.setenv("RANK", "1")
+        assert (main(), capsys.readouterr().err) == (130, "")
 
 
 @pytest.mark.parametrize(

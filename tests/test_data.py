@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 
+import datasets
 import numpy as np
 import pytest
 import torch
@@ -70,6 +71,28 @@ def test_long_rows_are_named_or_dropped_or_cut_and_counted(tmp_path):
         stream(file=path, max_response=30, row_length=400)
     with pytest.raises(InputError, match=r"no row is left to train on; .* 13 dropped for a long p"):
         stream(file=path, max_prompt=1, on_long="truncate")
+
+
+def test_no_more_of_a_row_is_tokenized_than_fits(tmp_path, monkeypatch):
+    """A few kilobytes of parquet hold a row of gigabytes. What is kept is as without the limit."""
+    rows = [("q", "a b " * 100_000), ("q " * 200_000, "a"), ("q", " " * 400_000), ("q", "a b")]
+    columns = dict(zip(("prompt", "response"), zip(*rows, strict=True), strict=True))
+    path = tmp_path / "long.parquet"
+    datasets.Dataset.from_dict(columns).to_parquet(path)
+    options = {"file": str(path), "on_long": "truncate", "on_bad_row": "skip"}
+    read, plain = [], type(tokenizer()).__call__
+
+    def counted(self, text, *args, **kwargs):
+        read.extend(map(len, text))
+        return plain(self, text, *args, **kwargs)
+
+    monkeypatch.setattr(type(tokenizer()), "__call__", counted)
+    found = stream(**options)
+    assert 96 < max(read) < 3000
+    assert "1 dropped for a long prompt" in found.report()
+    cut, whole = sorted(samples(found), key=lambda sample: -sample.answer)
+    expected = tokenizer()("a b " * 100, add_special_tokens=False)["input_ids"]
+    assert list(cut.response) == expected[: 96 - len(cut.prompt)] and whole.answer < 9
 
 
 def test_rows_are_encoded_once(tmp_path, monkeypatch):

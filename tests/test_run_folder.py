@@ -6,6 +6,7 @@ from __future__ import annotations
 import errno
 import hashlib
 import json
+import os
 import shlex
 import shutil
 from pathlib import Path
@@ -391,6 +392,35 @@ def test_a_run_goes_on_from_the_checkpoint_before_a_damaged_one(tmp_path, stoppe
     with pytest.warns(UserWarning, match=r"damaged checkpoint passed over: .*step-0000004"):
         train(settings(run))
     assert same(run, stopped / "whole")
+
+
+class Runs:
+    def __reduce__(self):
+        return os.mkdir, ("ran",)
+
+
+@pytest.mark.parametrize(
+    ("state", "said"),
+    [
+        (Runs(), "it holds more than tensors and numbers"),
+        ([1, 2], "it is no checkpoint of a training"),
+        ({"step": 4, "sample": 9, "weights": {}}, "it is no checkpoint of a training"),
+    ],
+)
+def test_a_foreign_file_under_a_right_checksum_is_passed_over(
+    tmp_path, stopped, monkeypatch, state, said
+):
+    """torch.save writes the checksum of whatever it is given."""
+    monkeypatch.chdir(tmp_path)
+    run = shutil.copytree(stopped / "run", tmp_path / "run")
+    torch.save(state, run / "checkpoints" / "step-0000004" / "state.pt")
+    with pytest.warns(UserWarning, match=rf"damaged .*step-0000004/state.pt: {said}$"):
+        found = checkpoint.newest(run / "checkpoints")
+    assert found is not None and found["step"] == 2
+    shutil.rmtree(run / "checkpoints" / "step-0000002")
+    with pytest.warns(UserWarning), pytest.raises(InputError, match="no whole checkpoint") as error:
+        train(settings(run))
+    assert "\n" not in str(error.value) and not (tmp_path / "ran").exists()
 
 
 @pytest.mark.parametrize("name", ["torch.save", "distill.export.save_model"])

@@ -5,7 +5,7 @@ from __future__ import annotations
 from transformers import PreTrainedTokenizerBase
 
 from d2f.contract import Contract
-from d2f.errors import InputError, NonFiniteLogitsError, RequestError
+from d2f.errors import InputError, NonFiniteLogitsError, RequestError, panics_are_errors
 from decode.decoders.base import Decoder
 from decode.engine.batch import Sampler
 from decode.engine.pieces import Feed
@@ -146,7 +146,8 @@ class Request:
 
     def _decode(self, tokens: list[int]) -> str:
         assert self.tokenizer is not None  # `prompts.checked` refuses stop strings without one
-        return str(self.tokenizer.decode(tokens, skip_special_tokens=True))
+        with panics_are_errors():
+            return str(self.tokenizer.decode(tokens, skip_special_tokens=True))
 
     def _stop(self, tokens: list[int]) -> tuple[list[int], str] | None:
         """Cut tokens at the first stop string: the tokens whose text lies wholly before it, and the

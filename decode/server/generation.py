@@ -10,7 +10,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from d2f.errors import InputError, did_you_mean, not_one_of
+from d2f.errors import InputError, RustPanicError, did_you_mean, not_one_of, panics_are_errors
 from decode.decoders import Decoder
 from decode.decoders.base import common_options, options_of
 from decode.engine.async_engine import Ticket
@@ -63,19 +63,19 @@ def encode_prompt(served: ServedModel, prompt: Prompt, where: str) -> list[int]:
     if (chat or isinstance(prompt, str)) and length > served.most_characters:
         raise _too_long(where, f"{length} characters", served)
     try:
-        if not (chat and served.sanitize):
-            return encode(served.model, prompt, where, raw=True)
-        tokenizer: Any = served.model.tokenizer
-        options = {"return_dict": False, "sanitize_control_tokens": True}
-        return list(tokenizer.apply_chat_template(messages, add_generation_prompt=True, **options))
+        with panics_are_errors():
+            if not (chat and served.sanitize):
+                return encode(served.model, prompt, where, raw=True)
+            tokenizer: Any = served.model.tokenizer
+            options: Any = {"return_dict": False, "sanitize_control_tokens": True}
+            ids = tokenizer.apply_chat_template(messages, add_generation_prompt=True, **options)
+            return list(ids)
     except InputError:
         raise
+    except RustPanicError as error:
+        raise InputError(f"{where}: {error}") from error
     except Exception as error:  # a template is code of the checkpoint
         raise InputError(f"{where}: the chat template refused the messages: {error}") from error
-    except BaseException as error:
-        if type(error).__name__ != "PanicException":  # of Rust, and no `Exception`
-            raise
-        raise InputError(f"{where}: the tokenizer failed: {error}") from error
 
 
 def _too_long(where: str, has: str, served: ServedModel) -> ApiError:
@@ -223,7 +223,8 @@ class Generation:
         try:
             if isinstance(item, Exception):
                 raise item
-            piece = choice.take(item)
+            with panics_are_errors():
+                piece = choice.take(item)
             if self._take is not None:
                 if choice not in self._scores:
                     self._held.append((choice, item, piece))

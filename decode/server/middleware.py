@@ -20,7 +20,7 @@ from starlette.datastructures import Headers, MutableHeaders
 from starlette.requests import ClientDisconnect
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from d2f.errors import one_line
+from d2f.errors import one_line, panics_are_errors
 from decode.server.generation import Generation
 from decode.server.protocol import ApiError
 from decode.server.state import ServerState
@@ -145,7 +145,8 @@ class RequestFrame:
         self._state.in_flight += 1
         try:
             refusal = refusal_of(scope, headers, self._state)
-            await (self._app if refusal is None else refusal.response())(scope, receive, noted)
+            with panics_are_errors():
+                await (self._app if refusal is None else refusal.response())(scope, receive, noted)
         except ClientDisconnect:
             record.error = "the client left"
         except SlowClientError:

@@ -126,6 +126,9 @@ class Encoder:
     ):
         self.tokenizer, self.mask_id, self.layout = tokenizer, mask_id, data.layout
         self.templated = data.chat_template == "tokenizer"
+        # A row full of the longest token: a longer text cannot fit, and its rest is not read.
+        self.row_length = data.row_length
+        self.most = data.row_length * max(map(len, tokenizer.get_vocab()))
         if self.templated and tokenizer.chat_template is None:
             raise InputError(
                 f"the tokenizer {tokenizer.name_or_path or ''} has no chat template: take the "
@@ -170,10 +173,14 @@ class Encoder:
         # tokens. A response goes on where the prompt's text ends: no special token may stand
         # between them.
         asked = [prompt for prompt, _ in texts]
-        prompts = self.tokenizer(asked, add_special_tokens=not self.templated)["input_ids"]
-        answers = [response for _, response in texts]
+        heads = [prompt[: self.most + 1] for prompt in asked]
+        prompts = self.tokenizer(heads, add_special_tokens=not self.templated)["input_ids"]
+        answers = [response[: self.most + 1] for _, response in texts]
         responses = self.tokenizer(answers, add_special_tokens=False)["input_ids"]
         for i, (prompt, response) in enumerate(zip(prompts, responses, strict=True)):
+            # A tokenizer that drops or joins characters leaves room for more of them.
+            if max(map(len, texts[i])) > self.most and len(prompt + response) < self.row_length:
+                errors[i] = errors[i] or f"a row has {self.most} characters at most"
             if errors[i] is None:
                 errors[i] = self._refusal(prompt, response)
             if errors[i] is not None:
@@ -195,7 +202,7 @@ class Encoder:
         backend = getattr(self.tokenizer, "backend_tokenizer", None)
         layout = None if self.layout is None else self.layout.model_dump()
         parts = [backend and backend.to_str(), str(self.tokenizer.chat_template), layout]
-        return json.dumps([*parts, self.templated, self.end_id, self.mask_id])
+        return json.dumps([*parts, self.templated, self.end_id, self.mask_id, self.most])
 
     def _texts(self, row: Any) -> tuple[str, str]:
         """Render the prompt up to where the response begins. Raises BadRecord."""
@@ -288,8 +295,9 @@ class Rows:
             known = data.model_dump(include=limits, exclude_none=True)
             said = ", ".join(f"data.{name} is {value}" for name, value in known.items())
             raise InputError(
-                f"{self.where(row)}: the prompt has {prompt[row]} tokens and the response "
-                f"{response[row]}, {said}; data.on_long: drop or truncate goes on without it"
+                f"{self.where(row)}: the prompt has {_at_least(prompt[row], data)} tokens and the "
+                f"response {_at_least(response[row], data)}, {said}; data.on_long: drop or "
+                "truncate goes on without it"
             )
         self.refuse_nothing_left()
 
@@ -345,6 +353,11 @@ class Rows:
             raise InputError(f"no row is left to train on; {self.report()}")
 
 
+def _at_least(tokens: int, data: Data) -> str:
+    """Write a length; what lies far behind a row's end was not counted."""
+    return f"{tokens}" if tokens <= data.row_length else f"over {data.row_length}"
+
+
 def _wanted(name: str, there: list[str], layout: Columns | None) -> list[str]:
     """Choose the columns to read: others (images, embeddings) are not decoded."""
     found: set[str] = set()
@@ -374,6 +387,7 @@ def _encoded(source: Any, encoder: Encoder) -> Any:
     return source.map(
         encoder.encode_rows,
         batched=True,
+        batch_size=100,  # of which each may be a row full of the longest token
         remove_columns=source.column_names,
         features=datasets.Features(prompt=ids, response=ids, error=text, asked=text, text=text),
         cache_file_name=str(place),
