@@ -150,7 +150,7 @@ BAD = {
     "context": ([4] * 250, LONG, "the prompt has 250 tokens; .* the model's context is 256"),
     "cache": ([4] * 61, LONG, "needs 102 slots of the cache, which has 100"),
     "share": ([4] * 41, LONG, "needs 82 slots of the cache, a request may have 80: expected a sho"),
-    "decoder": (PROMPT, "fast", "decoder must be .*, got 'fast'"),
+    "decoder": (PROMPT, "fast", "decoder: got 'fast'"),
 }
 
 
