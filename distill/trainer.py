@@ -241,7 +241,9 @@ def train(config: TrainConfig, *, stop_after: int | None = None) -> Path:
         draw_curve(folder.log)
     if stopped and is_main:
         name = signal.Signals(stopped).name
-        print(f"stopped by {name} after step {done}, which is saved: the same command goes on")
+        # Of Ctrl-C the command itself says the rest.
+        goes_on = "" if stopped == signal.SIGINT else ": the same command goes on"
+        print(f"stopped by {name} after step {done}, which is saved{goes_on}")
     if stopped == signal.SIGINT:
         raise KeyboardInterrupt
     return folder.place

@@ -208,7 +208,7 @@ def test_ctrl_c_saves_the_step_and_the_same_command_goes_on(tmp_path, monkeypatc
     assert checkpoint.steps(tmp_path / "run" / "checkpoints") == [3]
     said = capfd.readouterr()
     assert "stopping after this step, which is saved" in said.err
-    assert "stopped by SIGINT after step 3, which is saved: the same command goes on" in said.out
+    assert "stopped by SIGINT after step 3, which is saved\n" in said.out
     assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
     assert (tmp_path / "run" / "loss.png").is_file()
     train(settings(tmp_path / "run", save_every=6))

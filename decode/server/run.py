@@ -138,4 +138,7 @@ def run_server(app: FastAPI, listener: socket.socket) -> None:
         server_header=False,
         timeout_graceful_shutdown=SECONDS_TO_CLOSE,
     )
-    Server(config, state).run(sockets=[listener])
+    try:
+        Server(config, state).run(sockets=[listener])
+    finally:
+        gc.unfreeze()  # libraries print what is still there at the process's end
