@@ -39,7 +39,7 @@ if TYPE_CHECKING:
 TASKS = str(Path(__file__).parent / "harness" / "tasks")
 BATCH_SIZE = 16
 # The harness raises errors of its own arguments as plain ValueErrors that begin so.
-_MISNAMED = ("Tasks not found", "Attempted to load model")
+_MISNAMED = ("Tasks not found", "No tasks specified", "Attempted to load model")
 
 
 def __getattr__(name: str) -> Any:

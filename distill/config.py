@@ -33,7 +33,7 @@ from d2f.config import (
 )
 from d2f.errors import InputError, not_one_of
 from d2f.files import write_beside
-from d2f.flags import family_names
+from d2f.flags import check_model_name, family_names
 from d2f.shipped import TRAINING, find_config
 from d2f.tasks import Task, find_tasks
 from d2f.tasks.judges import CodeExecution
@@ -488,15 +488,19 @@ class _Flags(Settings):
     objective: dict[str, Any]
 
 
-def read_config(path: str | Path, overrides: Sequence[str] = ()) -> TrainConfig:
+def read_config(
+    path: str | Path, overrides: Sequence[str] = (), *, to_run: bool = False
+) -> TrainConfig:
     """Read a YAML file, or the configuration of that name among those that ship with the package.
 
-    overrides: pairs ``--key value``, with dots into sections. Raises InputError that names each
-    key, what was expected and what came.
+    overrides: pairs ``--key value``, with dots into sections. to_run: what it starts from must be
+    there. Raises InputError that names each key, what was expected and what came.
     """
     values = with_section(read_mapping(find_config(path, *TRAINING)), str(path))
     today = [f"--{renamed(word[2:])}" if word.startswith("--") else word for word in overrides]
     override(values, today, _Flags)
+    if to_run:  # before the objective's file imports torch
+        _check_inputs(check(Settings, _of_all(values), str(path)))
     of_objective = [
         word
         for flag, value in zip(today[::2], today[1::2], strict=True)
@@ -508,11 +512,24 @@ def read_config(path: str | Path, overrides: Sequence[str] = ()) -> TrainConfig:
     return parse_config(values, str(path))
 
 
+def _of_all(values: dict[str, Any]) -> dict[str, Any]:
+    return {key: value for key, value in values.items() if key != "objective"}
+
+
+def _check_inputs(settings: Settings) -> None:
+    for key in ("init", "init_adapter"):
+        if (name := getattr(settings, key)) is not None:
+            check_model_name(name, key)
+    file = settings.data.file
+    if file is not None and not Path(file).exists():
+        raise InputError(f"data.file {file}: no such file")
+
+
 def parse_config(values: dict[str, Any], source: str) -> TrainConfig:
     """Check a configuration. source: names it in errors. Raises InputError."""
     values = with_section(values, source)
     # First without the objective, whose file imports torch: most slips are told before that.
-    check(Settings, {key: value for key, value in values.items() if key != "objective"}, source)
+    check(Settings, _of_all(values), source)
     section = values.get("objective")
     name = section.get("name") if isinstance(section, dict) else section
     return check(_kind(_section(name, source)), values, source)

@@ -63,7 +63,7 @@ def parse(arguments: list[str] | None = None) -> tuple[TrainConfig, Options]:
     given = options.config
     path = shipped(*TRAINING)[DEFAULT_CONFIG] if given is None else given
     with quiet(options.verbose):  # the objective's file imports torch
-        config = read_config(path, overrides)
+        config = read_config(path, overrides, to_run=True)
     if given is None and rank() == 0:
         print(
             f"notice: no --config: {DEFAULT_CONFIG}, which distils the bundled teacher "

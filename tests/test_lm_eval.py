@@ -233,6 +233,7 @@ def test_the_documentation_is_of_this_model():
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
+        ([], "error: No tasks specified"),
         (["--tasks", "nope"], "error: Tasks not found: nope; `ls tasks` has the tasks"),
         (["--tasks", "d2f_story", "--limit", "-1"], "error: --limit must be 0 or more, got -1"),
     ],

@@ -9,6 +9,7 @@ from contextlib import redirect_stderr
 
 import pytest
 
+from d2f.errors import InputError
 from decode import batch, evaluate, pipeline, record_states, tune
 from decode import serve as serving
 from decode.cli import decoder_flags, help_of, options_by_name
@@ -197,6 +198,19 @@ def test_a_mistake_in_a_training_is_the_same(elsewhere, monkeypatch):
             except SystemExit as end:
                 status = end.code
         assert said in f"{error.getvalue()}{status}"
+
+
+def test_a_training_whose_inputs_are_not_there_says_so_before_torch(monkeypatch):
+    from distill import train
+
+    monkeypatch.setattr("distill.config.OBJECTIVES", None)  # their files import torch
+    for words, said in {
+        "--init tiny-tacher": "init tiny-tacher: no such folder or bundled model; did you mean",
+        "--init_adapter no/such/folder": "init_adapter no/such/folder: no such folder",
+        "--data.tasks null --data.file none.jsonl": "data.file none.jsonl: no such file",
+    }.items():
+        with pytest.raises(InputError, match=said):
+            train.parse(words.split())
 
 
 def test_the_options_of_a_server_are_plain_values_that_a_process_can_be_sent():
