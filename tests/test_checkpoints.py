@@ -13,7 +13,8 @@ from distill import checkpoint
 
 
 def state(step: int) -> dict:
-    return {"step": step, "sample": 3 * step, "weights": {"w": torch.full((50,), float(step))}}
+    weights = {"w": torch.full((50,), float(step))}
+    return {"step": step, "sample": 3 * step, "weights": weights, "optimizer": {}}
 
 
 def saved(folder: Path, *steps: int, keep: int = 3) -> Path:

@@ -155,7 +155,7 @@ def test_quantised_weights_are_not_saved(quantised, tmp_path):
         ("fp8", torch.bfloat16, (8, 0), "needs compute capability 8.9, this GPU has 8.0"),
         ("fp8", torch.float32, (9, 0), "bfloat16 alone, got the dtype torch.float32"),
         ("int4-weight", torch.float16, (9, 0), "bfloat16 alone"),
-        ("int3", torch.bfloat16, (9, 0), "'int3': no such.*int4-weight, nf4, fp8; did you mean"),
+        ("int3", torch.bfloat16, (9, 0), "got 'int3'; did you mean int8.*int4-weight, nf4, fp8"),
     ],
 )  # fmt: skip
 def test_what_a_device_has_not(name, dtype, capability, said, monkeypatch):
