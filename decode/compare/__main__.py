@@ -110,7 +110,8 @@ def run(config: CompareConfig, command: str, *, verbose: bool = False) -> Report
                 )
                 start = time.strftime("%Y-%m-%d %H:%M:%S %z")
                 facts = {name: contestant.facts for name, contestant in contestants.items()}
-                ledger.add({"id": f"start {start}", "start": start, "entries": facts})
+                # Numbered: two goes may begin within a second.
+                ledger.add({"id": f"start {len(ledger.rows)}", "start": start, "entries": facts})
                 with display:
                     display.begin(sum(len(step.entries) for step in steps))
                     measure(steps, contestants, counter, ledger, display, config.warmup)
