@@ -2,7 +2,7 @@
 
 The weights are packed in the order in which products.cpp reads them, and layers with one input
 become one product. A decoding step multiplies so few rows that it costs what reading the weights
-costs; 8 or 16 rows cost little more than one.
+costs; 8 rows cost little more than one.
 """
 
 from __future__ import annotations

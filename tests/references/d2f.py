@@ -12,7 +12,7 @@ from torch import Tensor
 
 from d2f.attention import SpanPlan
 from d2f.model import DiffusionModel
-from decode import D2F, Autoregressive, Static
+from decode import D2F, Autoregressive
 from decode.decoders.d2f import DEFAULT_BLOCK_SIZE
 from decode.engine.batch import PredictionRequest, Sampler
 from tests.references.predictions import predict
@@ -103,33 +103,6 @@ def decode_d2f(model: DiffusionModel, prompt: list[int], options: D2F) -> list[i
             for p in chosen:
                 out[p] = guess[p][0]
                 ended = ended or out[p] in contract.end_ids
-
-
-def decode_static(model: DiffusionModel, prompt: list[int], options: Static) -> list[int | None]:
-    """LLaDA's low-confidence decoding, for a bidirectional model; None where early exit left a
-    position undecoded."""
-    contract, start, total = model.contract, len(prompt), options.length
-    assert contract.mask_id is not None
-    size = options.block_size or total
-    sampler = Sampler(options, contract.mask_id)
-    x = prompt + [contract.mask_id] * total
-    allowed = torch.ones(len(x), len(x), dtype=torch.bool)
-    block_starts = range(start, start + total, size)
-    for low in block_starts:
-        high = min(low + size, start + total)
-        masked = list(range(low, high))
-        steps = options.steps // len(block_starts) if options.steps else len(masked)
-        counts = [len(masked) // steps + (j < len(masked) % steps) for j in range(steps)]
-        for count in filter(None, counts):
-            settled = [t for t in x[start : min(masked)] if t in contract.end_ids]
-            if options.early_exit and settled:
-                break
-            found = predict_positions(model, x, allowed, masked, contract.logit_shift, sampler)
-            ranked = sorted(range(len(masked)), key=lambda i: -found[i][1])  # stable
-            for i in ranked[:count]:
-                x[masked[i]] = found[i][0]
-            masked = [p for i, p in enumerate(masked) if i not in ranked[:count]]
-    return [None if token == contract.mask_id else token for token in x[start:]]
 
 
 def decode_autoregressive(
