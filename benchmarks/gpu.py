@@ -85,8 +85,8 @@ class Measurement:
 
 _STEP = "decode_step --repeat 10 --rows 16 64 --shapes"
 MEASUREMENTS = tuple(Measurement(*row) for row in (
-    ("correctness", "kernels' tests", 120, "gpu_parts kernels --jobs 12", None, TESTS),
-    ("correctness", "tests marked gpu", 150, "gpu_parts marked", None, TESTS),
+    ("correctness", "kernels' tests", 60, "gpu_parts kernels --jobs 12", None, TESTS),
+    ("correctness", "tests marked gpu", 60, "gpu_parts marked --jobs 4", None, TESTS),
     ("decode_step", "a decoding step of LLaDA-8B, 512 cached", 75, f"{_STEP} LLaDA-8B --cached 512",
      "--shapes tiny --rows 4 --cached 16 --repeat 1"),
     ("decode_step", "a decoding step of LLaDA-8B, 4,096 cached", 75,

@@ -7,7 +7,6 @@ import torch
 def pytest_collection_modifyitems(items):
     here = [item for item in items if item.path.parent.name == "gpu"]
     for item in here:
-        item.add_marker(pytest.mark.gpu)
         if not torch.cuda.is_available():
             item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))
 

@@ -31,7 +31,10 @@ from decode.engine.request import Request
 from tests.references.predictions import choosing
 
 DEVICE = "cuda"
-pytestmark = pytest.mark.filterwarnings("error:no CUDA graph|the Triton kernel")
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.filterwarnings("error:no CUDA graph|the Triton kernel"),
+]
 CACHED = 70
 
 
