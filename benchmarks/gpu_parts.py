@@ -71,7 +71,8 @@ def run_tests(marked: bool, jobs: int, path: Path | None) -> int:
         files = sorted((ROOT / "tests").rglob("test_*.py"))
         chosen = ["-m", "gpu", *(str(f) for f in files if "mark.gpu" in f.read_text("utf-8"))]
     chosen += ["-n", str(jobs)] if jobs > 1 and importlib.util.find_spec("xdist") else []
-    given = ["--rootdir", str(ROOT), "-p", "no:cacheprovider", "-o", "minversion=1", "-rf"]
+    given = ["--rootdir", str(ROOT), "-p", "no:cacheprovider", "-o", "minversion=1", "-rf",
+             "--tb=short", "--show-capture=no"]  # fmt: skip
     return int(pytest.main([*given, *chosen], plugins=[Counts(path)]))
 
 

@@ -29,6 +29,7 @@ from d2f.checkpoint import (
 from d2f.contract import Contract
 from d2f.errors import CheckpointError, UnverifiedBaseWarning, did_you_mean
 from d2f.families import FAMILIES, Family, check_ids
+from d2f.gate import Gate
 from d2f.models import resolve
 from d2f.parts import ModelParts
 from d2f.quiet import quiet
@@ -117,6 +118,8 @@ def attach(
     model.adapter = wrapped.eval()
     # From now on the model does what the adapter was trained for (objective, block size).
     model.contract = contract or model.contract
+    if model.contract.draft_id is not None:
+        model.gate = Gate(wrapped, model.contract.draft_id)
 
 
 def _read_weights(folder: Path, config: Any, model: ModelParts) -> dict[str, Tensor]:

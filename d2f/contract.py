@@ -15,7 +15,10 @@ from d2f.errors import CheckpointError, did_you_mean
 
 FILE_NAME = "d2f_contract.json"
 PromptRule = Literal["bidirectional", "block", "block_causal", "causal"]
-Trained = Literal["d2f", "masked_diffusion", "next_token", "wedlm", "wino_plus"]
+Trained = Literal[
+    "d2f", "masked_diffusion", "next_token", "self_draft", "wedlm", "wino_plus"
+]  # fmt: skip
+DRAFT = -1  # the id of a row without a token, which a self-drafting adapter changes (`d2f.gate`)
 PROMPT_RULES = get_args(PromptRule)
 MOST_BLOCK_SIZE = 2**20  # far above any in use; a decoder counts through a block
 
@@ -42,8 +45,9 @@ class Contract:
     objective: how it was trained, one of `Trained`, None where not known. block_size: size of
     the blocks that it was trained to decode. response_length: the longest response that it was
     trained on, in tokens; a prompt gets it where no length is given. noise: lowest and highest mask
-    ratio of D2F training. base, base_hash: name and fingerprint (`d2f.adapters`) of the weights
-    that an adapter belongs to; None for a whole model.
+    ratio of D2F training. draft_id: the token whose embedding the rows begin with that a
+    self-drafting adapter changes (`d2f.gate`), None for other models. base, base_hash: name and
+    fingerprint (`d2f.adapters`) of the weights that an adapter belongs to; None for a whole model.
     """
 
     __pydantic_config__: ClassVar[ConfigDict] = ConfigDict(strict=True)
@@ -58,6 +62,7 @@ class Contract:
     block_size: Annotated[int, Field(ge=1, le=MOST_BLOCK_SIZE)] | None = None
     response_length: Annotated[int, Field(ge=1, le=MOST_BLOCK_SIZE)] | None = None
     noise: Annotated[tuple[_Ratio, _Ratio], AfterValidator(_rising)] | None = None
+    draft_id: _Id | None = None
     base: str | None = None
     base_hash: Annotated[str, Field(pattern="^[0-9a-f]{64}$")] | None = None
 

@@ -143,6 +143,11 @@ def load(
         merge_into_parts(model, adapted)
     elif outline.adapter is not None:
         attach(model, outline.adapter)
+        if quantize is not None and model.gate is not None:
+            raise InputError(
+                "quantize: a self-drafting adapter stays beside the weights, and goes onto none in "
+                "few bits"
+            )
         if quantize is not None:  # once the adapter is in the weights
             model.merge_adapter()
             shape = replace(outline, config=model.config)

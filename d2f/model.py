@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from d2f.attention import SpanPlan
 from d2f.cache import SlotCache
 from d2f.device import as_current
-from d2f.errors import InputError
+from d2f.errors import CompileError, InputError
 from d2f.parts import ModelParts
 from d2f.saving import MAX_SHARD_SIZE, save
 
@@ -104,9 +104,10 @@ class DiffusionModel(ModelParts):
         the rows `read` ``[N]``."""
         if self.compiled_rows is not None:
             return self.compiled_rows(tokens, positions, plan, cache, read)
+        fed = tokens[None] if self.gate is None else self.gate.open(tokens[None])
         # A batch of 1 with all requests in its row; the plan says which slots each row sees.
         hidden = self.backbone.model(
-            input_ids=tokens[None],
+            input_ids=fed,
             position_ids=positions[None],
             spans=plan,
             past_key_values=cache,
@@ -125,8 +126,13 @@ class DiffusionModel(ModelParts):
         from d2f.compile import CompiledRows
 
         self.merge_adapter()  # beside the weights it is two more products a layer
-        native = cpu.compiled_rows(self.backbone, self.new_cache)
+        native = cpu.compiled_rows(self.backbone, self.new_cache, self.gate)
         self.compiled_rows, self.scores_natively = native, native is not None
+        if native is None and self.gate is not None:
+            raise CompileError(
+                "a self-drafting model is compiled as one call of C++ on a CPU alone, which this "
+                "one cannot be: leave compile out"
+            )
         if native is None:
             with as_current(self.device):
                 self.compiled_rows = CompiledRows(self.backbone, self.new_cache)
@@ -161,9 +167,9 @@ class DiffusionModel(ModelParts):
         save(self, Path(folder), max_shard_size)
 
     def merge_adapter(self) -> None:
-        """Fold the adapter into the weights. Raises InputError where these are quantised: it would
-        be rounded away."""
-        if self.adapter is not None:
+        """Fold the adapter into the weights; a self-drafting one, which changes some rows only,
+        stays beside them. Raises InputError where these are quantised: it would be rounded away."""
+        if self.adapter is not None and self.gate is None:
             if self.quantized:
                 raise InputError(
                     f"an adapter cannot be merged into {self.quantized} weights: expected it with "

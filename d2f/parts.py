@@ -14,6 +14,8 @@ if TYPE_CHECKING:
     from peft import PeftModel
     from transformers import PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
+    from d2f.gate import Gate
+
 
 class _Facts:
     """Read off a contract and a configuration what decoders and trainers ask for."""
@@ -76,7 +78,8 @@ class ModelParts(_Facts):
 
     backbone: the transformers model, in which PEFT replaces layers where there is an adapter.
     contract: how to read its logits. tokenizer: None where the checkpoint has none. adapter: the
-    PEFT model around the backbone, or None. path: the folder that it was loaded from, None for a
+    PEFT model around the backbone, or None. gate: the rows that it changes, of a self-drafting one;
+    None: all. path: the folder that it was loaded from, None for a
     model made in memory. tensor_parallel: how many processes have a part of the backbone each.
     is_merged: an adapter was folded into the weights. threads: of a forward on a CPU.
     """
@@ -86,6 +89,7 @@ class ModelParts(_Facts):
     _: KW_ONLY
     tokenizer: PreTrainedTokenizerBase | None = None
     adapter: PeftModel | None = None
+    gate: Gate | None = None
     path: str | None = None
     tensor_parallel: int = 1
     is_merged: bool = False

@@ -16,6 +16,7 @@ if TYPE_CHECKING:  # for type checkers and editors; at run time `__getattr__` fi
     from decode.decoders.block import Block
     from decode.decoders.d2f import D2F
     from decode.decoders.freedave import FreeDave
+    from decode.decoders.self_draft import SelfDraft
     from decode.decoders.unmask import EntropyBounded, Factor, Static, Threshold
     from decode.decoders.wedlm import WeDLM
     from decode.decoders.wino import Wino
@@ -34,6 +35,7 @@ __all__ = [
     "FreeDave",
     "QueueFullError",
     "Result",
+    "SelfDraft",
     "Static",
     "Threshold",
     "WeDLM",

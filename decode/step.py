@@ -26,6 +26,8 @@ class Step:
     queried_tokens: ``[N]``, a token for each row that is read, whose probability is wanted beside
         that of the chosen one.
     uncertainty: entropy and margin are wanted, too.
+    draws: ``[N]``, the number of the draw of each row that is read, where it shall not follow from
+        the number of the step.
 
     D2F with a cached prompt ``7 8`` and two open blocks of 2, of which position 2 is decided (9)
     and the others hold the mask id m::
@@ -49,6 +51,7 @@ class Step:
     cached: int
     queried_tokens: Ints | None = None
     uncertainty: bool = False
+    draws: Ints | None = None
 
 
 @dataclass(frozen=True)

@@ -184,7 +184,8 @@ class RunFolder:
     def expected(self) -> list[str]:
         """The folders that the end of the run writes."""
         adapter = ["adapter"] if self.config.trains_adapter else []
-        return [*adapter, "model", *(["official"] if self.config.export_official else [])]
+        model = ["model"] if self.config.objective.is_merged else []
+        return [*adapter, *model, *(["official"] if self.config.export_official else [])]
 
     @property
     def is_finished(self) -> bool:

@@ -167,14 +167,16 @@ class Optimizer(Section):
 
 
 class Columns(Section):
-    """Name the columns of a row: prompt and response, or a list of chat messages."""
+    """Name the columns of a row: prompt and response, a list of chat messages that ends with the
+    response, or messages and response (as `d2f batch` writes them: messages and text)."""
 
     prompt: Text | None = None
     """Column of the prompt's text."""
     response: Text | None = None
     """Column of the response's text."""
     messages: Text | None = None
-    """Column of a list of chat messages; the last assistant turn is the response."""
+    """Column of a list of chat messages; the last assistant turn is the response, where no column
+    is named for it."""
     role: Text = "role"
     """Key of the role within a message."""
     content: Text = "content"
@@ -184,9 +186,9 @@ class Columns(Section):
 
     @model_validator(mode="after")
     def _one_form(self) -> Columns:
-        pair = [name for name in (self.prompt, self.response) if name is not None]
-        if len(pair) != (2 if self.messages is None else 0):
-            raise ValueError("columns need either prompt and response, or messages")
+        asked = [name for name in (self.prompt, self.messages) if name is not None]
+        if len(asked) != 1 or (self.prompt is not None and self.response is None):
+            raise ValueError("columns need prompt and response, messages, or messages and response")
         return self
 
 
@@ -308,6 +310,8 @@ class Options(Section):
     masks_by_ratio: ClassVar[bool] = False
     """True if a held-out loss sets the share of hidden tokens (`Objective.mask_ratio`); else it
     hides what training would."""
+    is_merged: ClassVar[bool] = True
+    """False if the adapter that is trained stays beside its base, and no whole model is written."""
     has_teacher: ClassVar[bool] = False
     """True if it learns a teacher's distribution, so that a held-out KL says how well."""
 

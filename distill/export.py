@@ -232,8 +232,9 @@ def as_trained(
         changes |= {"base": base, "base_hash": fingerprint(model.path) if hashed else None}
     contract = dataclasses.replace(model.contract, **changes)  # type: ignore[arg-type]
     return DiffusionModel(
-        model.backbone, contract, tokenizer=model.tokenizer, adapter=model.adapter, path=model.path
-    )
+        model.backbone, contract, tokenizer=model.tokenizer, adapter=model.adapter,
+        gate=model.gate, path=model.path,
+    )  # fmt: skip
 
 
 def export_run(
@@ -262,7 +263,8 @@ def export_run(
         # Merged weights belong to no base any more.
         model.contract = dataclasses.replace(model.contract, base=None, base_hash=None)
     files = files_of(config)
-    write_result(output / "model", {CARD: text}, save_model, model, **files)
+    if config.objective.is_merged:
+        write_result(output / "model", {CARD: text}, save_model, model, **files)
     if config.export_official:
         write_result(output / "official", {CARD: text}, save_official, model, **files)
     with says_what_is_kept(output / CURVE, "the result is written"):

@@ -46,6 +46,7 @@ class HeldoutLoss:
         self.samples = sorted(held_out.samples, key=len, reverse=True)
         self.names = ["cross_entropy", *(["kl"] if config.objective.has_teacher else [])]
         self.ratios: tuple[float | None, ...] = (None,)
+        self._shares: dict[str, tuple[float, float]] = {}
         if config.objective.masks_by_ratio:
             self.ratios = config.evaluation.loss_ratios
         for ratio in self.ratios:
@@ -60,6 +61,7 @@ class HeldoutLoss:
         """Return values for the log by name: of each loss the mean over the ratios, each ratio's
         own, and their standard errors over samples (where there are two)."""
         sums = {name: np.zeros((len(self.samples), len(self.ratios))) for name in self.names}
+        self._shares.clear()
         tokens = np.zeros((len(self.samples), len(self.ratios)))
         for first in range(0, len(self.samples), self.batch_size):
             part = slice(first, first + self.batch_size)
@@ -71,6 +73,8 @@ class HeldoutLoss:
         values: dict[str, float] = {}
         for name in self.names:
             values |= summary(f"evaluation/{name}", sums[name], tokens, self.ratios)
+        for name, (some, of) in self._shares.items():
+            values[f"evaluation/{name}"] = some / max(of, 1.0)
         return values
 
     @torch.no_grad()
@@ -95,6 +99,9 @@ class HeldoutLoss:
             found["cross_entropy"].append(weighted_cross_entropy(logits, batch.targets[mine], ones))
             if teacher is not None:
                 found["kl"].append(masked_linear_kl(student[mine], teacher[mine], head, ones))
+        for name, (some, of) in objective.held_out_shares(batch, student, teacher).items():
+            before = self._shares.get(name, (0.0, 0.0))
+            self._shares[name] = before[0] + some, before[1] + of
         return {name: torch.stack(values).double().cpu().numpy() for name, values in found.items()}
 
 

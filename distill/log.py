@@ -53,11 +53,12 @@ class Progress:
 
 def result_text(config: TrainConfig, folders: list[str]) -> str:
     """Say where a finished run's result is, and the command that decodes with it."""
-    model = shlex.quote(f"{config.output}/model")
+    first = "model" if "model" in folders else "adapter"
+    model = shlex.quote(f"{config.output}/{first}")
     prompt = "" if config.data.tasks is not None else ' --prompt "..."'
-    others = "".join(f", {config.output}/{name}" for name in folders if name != "model")
+    others = "".join(f", {config.output}/{name}" for name in folders if name != first)
     return (
-        f"finished after {config.steps:,} steps: {config.output}/model{others}\n"
+        f"finished after {config.steps:,} steps: {config.output}/{first}{others}\n"
         f"to decode with it: d2f decode --model {model}{prompt}"
     )
 

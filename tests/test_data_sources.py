@@ -183,10 +183,10 @@ def test_data_sets_that_cannot_be_data(tmp_path):
         ({}, "one of data.dataset, data.tasks and data.file"),
         ({"file": "a", "dataset": "b"}, "and only one"),
         ({"file": "a", "columns": "bespoke"}, "one of bespoke-stratos, d2f-reference"),
-        ({"file": "a", "columns": {"prompt": "q"}}, "either prompt and response, or messages"),
+        ({"file": "a", "columns": {"prompt": "q"}}, "columns need prompt and response, messages"),
         (
             {"file": "a", "columns": {"prompt": "q", "response": "a", "messages": "m"}},
-            "either prompt and response, or messages",
+            "columns need prompt and response, messages",
         ),
         ({"file": "a", "on_long": "cut"}, "on_long"),
         ({"file": "a", "max_prompt": 0}, "max_prompt"),

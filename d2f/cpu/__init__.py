@@ -19,23 +19,24 @@ from transformers import PreTrainedModel
 
 from d2f.cache import SlotCache
 from d2f.cpu.rows import NativeRows, fits, scored
+from d2f.gate import Gate
 from triton_kernels.dispatch import VARIABLE
 
 __all__ = ["NativeRows", "compiled_rows", "scored"]
 
 
 def compiled_rows(
-    backbone: PreTrainedModel, new_cache: Callable[[int], SlotCache]
+    backbone: PreTrainedModel, new_cache: Callable[[int], SlotCache], gate: Gate | None = None
 ) -> NativeRows | None:
     """Build the model's forward in C++ and compare it with the plain one.
 
     Returns None for a model that it is not made for or with ``D2F_KERNELS=0``; and, with a warning,
     where it cannot be built or its results differ.
     """
-    if os.environ.get(VARIABLE) == "0" or not fits(backbone):
+    if os.environ.get(VARIABLE) == "0" or not fits(backbone, gate):
         return None
     try:
-        rows = NativeRows(backbone)
+        rows = NativeRows(backbone, gate)
         rows.check(new_cache)
     except Exception as error:  # whatever a compiler or a linker raises
         reason = (str(error).strip() or type(error).__name__).splitlines()[0]

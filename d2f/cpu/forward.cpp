@@ -4,10 +4,16 @@
 //
 // W is what weights and cache are in, float or Bf16. The hidden states are in fp32 throughout.
 
+// What an adapter adds to the outputs of some rows: B (A x). Without one a.weight is null.
+struct Adapter {
+  Product a, b;
+};
+
 struct Block {  // a layer of the model
   Product qkv, o, gate_up, down;  // gate_up: a block of 16 gates, the block of their ups, and so on
   const float *before_attention, *before_mlp;  // RMSNorm's weights [width]
   const float *q_norm, *k_norm;                // of each head, [dim]; without them null
+  Adapter to_qkv, to_o, to_gate_up, to_down;
 };
 
 struct Model {
@@ -28,6 +34,7 @@ struct Rows {  // of one forward
   void *const *caches;       // keys and values [kv_heads, slots, dim] of each layer in turn
   float *logits;             // [reads, vocabulary]
   int64_t rows, ranges, reads, slots, threads;
+  int64_t plain;  // rows from here on are the adapter's
 };
 
 // RMSNorm of `width` values; zeros behind them, up to `end`.
@@ -93,6 +100,22 @@ static inline void put(const Product &p, int64_t block, Sixteen found, float *to
   for (int64_t i = 0; i < count; i++) to[at + i] = ADDED ? to[at + i] + found[i] : found[i];
 }
 
+// Put what the adapter gives for rows x [rows][inputs] into [rows][columns], or add it.
+template <class W, bool ADDED>
+static void adapt(const Adapter &adapter, const Input<W> *x, int64_t rows, float *to, int64_t columns) {
+  if (!rows || !adapter.a.weight) return;
+  const int64_t rank = adapter.b.inputs;
+  const Buffer<float> low(rows * rank);
+  const Buffer<Input<W>> given(rows * rank);
+  product<W>(Thread{}, adapter.a, 1, x, rows, [&](int64_t row, int64_t block, const Sixteen *found) {
+    put<false>(adapter.a, block, found[0], low.data() + row * rank);
+  });
+  copy(low.data(), rows * rank, given.data());
+  product<W>(Thread{}, adapter.b, 1, given.data(), rows, [&](int64_t row, int64_t block, const Sixteen *found) {
+    put<ADDED>(adapter.b, block, found[0], to + row * columns);
+  });
+}
+
 template <class W>
 static void compute(const Model &m, const Rows &r, Attend<W> attend) {
   const int64_t dim = m.dim, rows = r.rows, turned = m.heads + m.kv_heads, columns = (turned + m.kv_heads) * dim;
@@ -109,29 +132,40 @@ static void compute(const Model &m, const Rows &r, Attend<W> attend) {
   }
   const int64_t room = most + 2 * KEYS;
   const Buffer<float> states(rows * m.width), joined(rows * columns);
+  const int64_t adapted = rows - r.plain, outputs = m.blocks[0].gate_up.outputs;
+  const Buffer<float> gates_and_ups(adapted * outputs);  // the adapter's part
   const Buffer<Input<W>> normed(std::max(rows, r.reads) * width), attended(rows * outer), middle(rows * inner);
   float *hidden = states.data(), *qkv = joined.data();
   Input<W> *x = normed.data(), *out = attended.data(), *mlp = middle.data();
 
   on_threads(int(r.threads), [&](const Thread &t) {
     const Buffer<float> weights(MOST_HEADS * room), found(group * dim);
-    const Part own = t.part(rows);
-    for (int64_t row = own.begin; row < own.end; row++) {
+    // What lies between two products is done row by row, by the thread that has the row: its part of
+    // the plain rows, and its part of the adapter's.
+    const Part plain = t.part(r.plain), part = t.part(adapted);
+    const int64_t first = r.plain + part.begin, count = part.end - part.begin;
+    auto each = [&](auto f) {
+      for (int64_t row = plain.begin; row < plain.end; row++) f(row);
+      for (int64_t row = first; row < first + count; row++) f(row);
+    };
+    each([&](int64_t row) {
       const W *from = static_cast<const W *>(m.embeddings) + r.tokens[row] * m.width;
       for (int64_t i = 0; i < m.width; i++) hidden[row * m.width + i] = number(from[i]);
       std::memset(out + row * outer, 0, outer * sizeof(Input<W>));
-    }
+    });
     for (int64_t layer = 0; layer < m.count; layer++) {
       const Block &b = m.blocks[layer];
       W *keys = static_cast<W *>(r.caches[2 * layer]), *values = static_cast<W *>(r.caches[2 * layer + 1]);
-      for (int64_t row = own.begin; row < own.end; row++)
+      each([&](int64_t row) {
         normalise(hidden + row * m.width, b.before_attention, m.width, width, m.eps, x + row * width);
+      });
       wait(t);
       product<W>(t, b.qkv, 1, x, rows, [&](int64_t row, int64_t block, const Sixteen *found) {
         put<false>(b.qkv, block, found[0], qkv + row * columns);
       });
       wait(t);
-      for (int64_t row = own.begin; row < own.end; row++) {
+      adapt<W, true>(b.to_qkv, x + first * width, count, qkv + first * columns, columns);
+      each([&](int64_t row) {
         const float *cosines = r.rotary + r.positions[row] * 2 * dim;
         for (int64_t head = 0; head < turned; head++) {
           float *at = qkv + row * columns + head * dim;
@@ -145,7 +179,7 @@ static void compute(const Model &m, const Rows &r, Attend<W> attend) {
           copy(key, dim, keys + place);
           copy(key + m.kv_heads * dim, dim, values + place);
         }
-      }
+      });
       wait(t);
       // In turns: of a prompt's rows each sees more than the one before.
       for (int64_t i = t.number; i < rows * m.kv_heads; i += t.threads) {
@@ -159,8 +193,12 @@ static void compute(const Model &m, const Rows &r, Attend<W> attend) {
         put<true>(b.o, block, found[0], hidden + row * m.width);
       });
       wait(t);
-      for (int64_t row = own.begin; row < own.end; row++)
+      adapt<W, true>(b.to_o, out + first * outer, count, hidden + first * m.width, m.width);
+      each([&](int64_t row) {
         normalise(hidden + row * m.width, b.before_mlp, m.width, width, m.eps, x + row * width);
+      });
+      float *more = gates_and_ups.data() + part.begin * outputs;
+      adapt<W, false>(b.to_gate_up, x + first * width, count, more, outputs);
       wait(t);
       product<W>(t, b.gate_up, 2, x, rows, [&](int64_t row, int64_t block, const Sixteen *found) {
         float gates[LANES], ups[LANES];
@@ -170,6 +208,10 @@ static void compute(const Model &m, const Rows &r, Attend<W> attend) {
           const float *bias = b.gate_up.bias + block * LANES;
           for (int i = 0; i < LANES; i++) gates[i] += bias[i], ups[i] += bias[LANES + i];
         }
+        if (row >= r.plain && b.to_gate_up.a.weight) {
+          const float *its = gates_and_ups.data() + (row - r.plain) * outputs + block * LANES;
+          for (int i = 0; i < LANES; i++) gates[i] += its[i], ups[i] += its[LANES + i];
+        }
         for (int i = 0; i < LANES; i += WIDTH)
           store(mlp + row * inner + block / 2 * LANES + i, gated(load(gates + i), load(ups + i)));
       });
@@ -178,7 +220,9 @@ static void compute(const Model &m, const Rows &r, Attend<W> attend) {
         put<true>(b.down, block, found[0], hidden + row * m.width);
       });
       wait(t);
+      adapt<W, true>(b.to_down, mlp + first * inner, count, hidden + first * m.width, m.width);
     }
+    if (adapted) wait(t);
     const Part reading = t.part(r.reads);
     for (int64_t i = reading.begin; i < reading.end; i++)
       normalise(hidden + r.read[i] * m.width, m.last_norm, m.width, width, m.eps, x + i * width);

@@ -23,6 +23,8 @@ from transformers.models.qwen3.modeling_qwen3 import Qwen3Model
 
 from d2f.attention import SpanPlan
 from d2f.cache import SlotCache
+from d2f.contract import DRAFT
+from d2f.gate import Gate
 
 DIMS = (8, 16, 32, 64, 80, 96, 128)  # head dimensions that forward.cpp has code for
 LANES = 16  # outputs of a block of packed weights
@@ -48,14 +50,19 @@ def library() -> Any:
     return CppCodeCache.load(source(), "cpu", extra_flags=("-ffp-contract=fast",))
 
 
-def fits(backbone: PreTrainedModel) -> bool:
+def fits(backbone: PreTrainedModel, gate: Gate | None = None) -> bool:
     """Say whether the C++ code computes what this model computes: layers of the known types in fp32
-    or bf16 on a CPU, none replaced, hooked, quantised or split over processes."""
+    or bf16 on a CPU, none replaced, hooked, quantised or split over processes, but for the adapter
+    of the gate."""
     model = backbone.model
     if type(model) not in _MODELS or getattr(backbone, "quantized", None) is not None:
         return False
     rotary = getattr(model.rotary_emb, "rotary", model.rotary_emb)  # d2f.model.Fp32Rotary has one
     linear = [one for layer in model.layers for one in _linear_layers(layer)]
+    hooked = list(model.modules())
+    if gate is not None:  # what is hooked there is its own
+        linear = [getattr(one, "base_layer", one) for one in linear]
+        hooked = [module for name, module in model.named_modules() if "lora_B" not in name]
     return (
         backbone.device.type == "cpu"
         and backbone.dtype in _TOLERANCE
@@ -64,7 +71,7 @@ def fits(backbone: PreTrainedModel) -> bool:
         and all(layer.self_attn.head_dim in DIMS for layer in model.layers)
         and all(type(one) is nn.Linear for one in [*linear, backbone.lm_head])
         and all(type(parameter.data) is Tensor for parameter in model.parameters())
-        and not any(m._forward_hooks or m._forward_pre_hooks for m in model.modules())
+        and not any(m._forward_hooks or m._forward_pre_hooks for m in hooked)
     )
 
 
@@ -85,6 +92,16 @@ def pack(weight: Tensor) -> Tensor:
     return weight.view(-(-outputs // LANES), LANES, -1, pair).transpose(1, 2).contiguous()
 
 
+def _joined(parts: list[Tensor], alternate: bool) -> Tensor:
+    """Put weights or biases of several layers below each other. alternate: a block of the one, a
+    block of the other, and so on."""
+    if not alternate:
+        return torch.cat(parts)
+    rows = [F.pad(part, (0, 0) * (part.dim() - 1) + (0, -len(part) % LANES)) for part in parts]
+    blocks = [part.view(-1, LANES, *part.shape[1:]) for part in rows]
+    return torch.stack(blocks, 1).flatten(0, 2)
+
+
 class _Product(ctypes.Structure):
     _fields_ = (
         *((name, ctypes.c_void_p) for name in ("weight", "bias")),
@@ -92,11 +109,16 @@ class _Product(ctypes.Structure):
     )
 
 
+class _Adapter(ctypes.Structure):
+    _fields_ = (("a", _Product), ("b", _Product))
+
+
 class _Block(ctypes.Structure):
     _fields_ = (
         *((name, _Product) for name in ("qkv", "o", "gate_up", "down")),
         *((name, ctypes.c_void_p) for name in ("before_attention", "before_mlp")),
         *((name, ctypes.c_void_p) for name in ("q_norm", "k_norm")),
+        *((name, _Adapter) for name in ("to_qkv", "to_o", "to_gate_up", "to_down")),
     )
 
 
@@ -116,15 +138,19 @@ class _Rows(ctypes.Structure):
         *((name, ctypes.c_void_p) for name in ("tokens", "positions", "places", "spans", "read")),
         *((name, ctypes.c_void_p) for name in ("rotary", "caches", "logits")),
         *((name, ctypes.c_int64) for name in ("rows", "ranges", "reads", "slots", "threads")),
+        ("plain", ctypes.c_int64),
     )
 
 
 class NativeRows:
-    """Compute logits of flat rows. Packed weights are a second copy."""
+    """Compute logits of flat rows. Packed weights are a second copy.
 
-    def __init__(self, backbone: PreTrainedModel):
+    gate: of a self-drafting model, whose adapter changes the rows that it names.
+    """
+
+    def __init__(self, backbone: PreTrainedModel, gate: Gate | None = None):
         """Pack the weights. Raises whatever a compiler raises."""
-        self._library = library()
+        self._library, self._gate = library(), gate
         self._plain, self._head = backbone.model, backbone.lm_head
         self._kept: list[Tensor] = []  # what the structures point to
         model, config = backbone.model, backbone.config
@@ -158,22 +184,42 @@ class NativeRows:
         ]
         norms = [layer.input_layernorm, layer.post_attention_layernorm]
         norms += [attention.q_norm, attention.k_norm] if hasattr(attention, "q_norm") else []
-        return _Block(*products, *(self._vector(norm.weight) for norm in norms))
+        block = _Block(*products, *(self._vector(norm.weight) for norm in norms))
+        if self._gate is not None:
+            block.to_qkv = self._adapter(attention.q_proj, attention.k_proj, attention.v_proj)
+            block.to_o = self._adapter(attention.o_proj)
+            block.to_gate_up = self._adapter(mlp.gate_proj, mlp.up_proj, alternate=True)
+            block.to_down = self._adapter(mlp.down_proj)
+        return block
+
+    def _adapter(self, *layers: Any, alternate: bool = False) -> _Adapter:
+        """Pack what a LoRA adds to layers with one input as two products: all A below each other,
+        then each B, scaled, for the outputs of its own layer and A."""
+        lower, upper, names = [], [], []
+        for layer in layers:
+            names.append(list(getattr(layer, "lora_B", ())))
+            for name in names[-1]:
+                a = layer.lora_A[name].weight.detach()
+                lower.append(F.pad(a, (0, 0, 0, -len(a) % LANES)))
+                upper.append(layer.lora_B[name].weight.detach() * layer.scaling[name])
+        if not lower:
+            return _Adapter()
+        rank, dtype = sum(map(len, lower)), layers[0].weight.dtype
+        whole, at, used = [], 0, 0
+        for layer, own in zip(layers, names, strict=True):
+            part = upper[used].new_zeros(layer.out_features, rank)
+            for _ in own:
+                part[:, at : at + upper[used].shape[1]] = upper[used]
+                at, used = at + len(lower[used]), used + 1
+            whole.append(part.to(dtype))
+        a, b = torch.cat(lower).to(dtype), _joined(whole, alternate)
+        return _Adapter(self._packed(a), self._packed(b))
 
     def _product(self, *layers: nn.Linear, alternate: bool = False) -> _Product:
         """Pack layers with one input as one product. alternate: a block of 16 outputs of the one,
         a block of the other, and so on."""
 
-        def joined(parts: list[Tensor]) -> Tensor:
-            if not alternate:
-                return torch.cat(parts)
-            rows = [
-                F.pad(part, (0, 0) * (part.dim() - 1) + (0, -len(part) % LANES)) for part in parts
-            ]
-            blocks = [part.view(-1, LANES, *part.shape[1:]) for part in rows]
-            return torch.stack(blocks, 1).flatten(0, 2)
-
-        weight = joined([layer.weight.detach() for layer in layers])
+        weight = _joined([layer.weight.detach() for layer in layers], alternate)
         bias = 0
         if any(layer.bias is not None for layer in layers):
             parts = [
@@ -182,7 +228,10 @@ class NativeRows:
                 else layer.bias.detach()
                 for layer in layers
             ]
-            bias = self._vector(joined(parts))
+            bias = self._vector(_joined(parts, alternate))
+        return self._packed(weight, bias)
+
+    def _packed(self, weight: Tensor, bias: int = 0) -> _Product:
         packed = pack(weight)
         inputs = packed[0].numel() // LANES
         return _Product(self._keep(packed), bias, inputs, len(weight))
@@ -200,11 +249,22 @@ class NativeRows:
         """Logits ``[N, V]``, in fp32, of the rows `read` ``[N]`` of rows ``[T]`` that are fed
         through the cache."""
         assert cache.slots is not None
-        spans, rows = plan.spans[0].contiguous(), len(tokens)
+        spans, rows = plan.spans[0], len(tokens)
+        slots, plain = cache.slots, rows
+        if self._gate is not None and bool((drafts := tokens == DRAFT).any()):
+            order = drafts.to(torch.uint8).argsort(
+                stable=True
+            )  # the adapter's rows behind the others
+            plain = rows - int(drafts.sum())
+            read = torch.empty_like(order).scatter_(0, order, torch.arange(rows))[read]
+            tokens = torch.where(drafts, self._gate.draft_id, tokens)
+            tokens, positions, slots, spans = (
+                part.index_select(0, order) for part in (tokens, positions, slots, spans)
+            )
         if (needed := int(positions.max()) + 1) > len(self._rotary):
             self._rotary = self._angles(2 * needed)
         rotary = self._rotary  # held: another thread may put a larger one in its place
-        given = [part.contiguous() for part in (tokens, positions, cache.slots, spans, read)]
+        given = [part.contiguous() for part in (tokens, positions, slots, spans, read)]
         buffers = [buffer.data_ptr() for pair in cache.layers for buffer in pair]
         caches = (ctypes.c_void_p * len(buffers))(*buffers)
         logits = torch.empty(len(read), self._model.head.outputs)
@@ -212,7 +272,7 @@ class NativeRows:
             *(part.data_ptr() for part in given),
             rotary.data_ptr(), ctypes.addressof(caches), logits.data_ptr(),
             rows, spans.shape[1], len(read), cache.layers[0][0].shape[2],
-            1 if self._small else torch.get_num_threads(),
+            1 if self._small else torch.get_num_threads(), plain,
         )  # fmt: skip
         if self._library.forward(ctypes.byref(self._model), ctypes.byref(described)):
             raise RuntimeError(f"no code for a head dimension of {self._model.dim}")
@@ -225,13 +285,16 @@ class NativeRows:
         places = torch.arange(7)
         # Spread over the vocabulary: the first ids are of tokens that text does not have.
         tokens = places * self._plain.embed_tokens.num_embeddings // len(places)
+        if self._gate is not None:
+            tokens[5:] = DRAFT
         caches = [new_cache(len(places)) for _ in range(2)]
         for at, end in ((places[:4], 4), (places[4:], 7)):
             plan = SpanPlan(torch.tensor([[[0, end]]] * len(at), dtype=torch.int32))
             for each in caches:
                 each.slots = at
+            fed = tokens[at][None] if self._gate is None else self._gate.open(tokens[at][None])
             hidden = self._plain(
-                input_ids=tokens[at][None], position_ids=at[None], spans=plan,
+                input_ids=fed, position_ids=at[None], spans=plan,
                 past_key_values=caches[0], use_cache=True,
             ).last_hidden_state[0]  # fmt: skip
             plain: Tensor = self._head(hidden).float()

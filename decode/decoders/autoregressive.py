@@ -28,7 +28,7 @@ class Autoregressive(Decoder):
 
     @classmethod
     def is_default_for(cls, contract: Contract) -> bool:
-        return contract.mask_id is None
+        return contract.mask_id is None and contract.draft_id is None
 
     def check(self, contract: Contract) -> None:
         if contract.prompt_rule != "causal":

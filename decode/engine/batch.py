@@ -128,15 +128,17 @@ class Sampler:
         """Note that the request has taken `count` rows; whole: with them all of a step."""
         self.steps, self.read = (self.steps + 1, 0) if whole else (self.steps, self.read + count)
 
-    def lines(self, count: int) -> Ints:
+    def lines(self, count: int, draws: Ints | None = None) -> Ints:
         """Say how the next `count` rows are drawn, int64 ``[DRAW_LINES, count]``; the same until
-        they are taken, also where a forward is computed again."""
+        they are taken, also where a forward is computed again. draws: as in `Step`; draw n is then
+        that of the first row of step n."""
         settings = self.decoder
         lines = np.zeros((DRAW_LINES, count), dtype=np.int64)
         if not self.greedy:
             lines[_SEED] = np.uint64(settings.seed % 2**64).astype(np.int64)
             first = self.steps * ROWS_A_STEP + self.read
-            lines[_ROW] = np.arange(first, first + count) % 2**32
+            own = np.arange(first, first + count) if draws is None else draws * ROWS_A_STEP
+            lines[_ROW] = own % 2**32
             warmest = float(np.finfo(np.float32).max)  # infinity would make NaN of a mask's logit
             lines[_TEMPERATURE] = _bits(min(settings.temperature, warmest))
             lines[_TOP_K] = settings.top_k or 0
@@ -149,12 +151,13 @@ def _bits(value: float) -> np.int64:
 
 
 class PredictionRequest(NamedTuple):
-    """Ask for predictions of a request's `rows`; queried_tokens, uncertainty: as in its `Step`."""
+    """Ask for predictions of a request's `rows`; the rest is as in its `Step`."""
 
     sampler: Sampler
     rows: int
     queried_tokens: Ints | None = None
     uncertainty: bool = False
+    draws: Ints | None = None
 
 
 @dataclass(frozen=True)
@@ -187,7 +190,9 @@ def wanted_of(groups: list[PredictionRequest]) -> Wanted:
         asked = [(g.queried_tokens, g.rows) for g in groups]
         queried = np.concatenate([none[:rows] if ids is None else ids for ids, rows in asked])
     if not all(group.sampler.greedy for group in groups):
-        draws = np.concatenate([group.sampler.lines(group.rows) for group in groups], axis=1)
+        draws = np.concatenate(
+            [group.sampler.lines(group.rows, group.draws) for group in groups], axis=1
+        )
     return Wanted(queried, draws, groups[0].sampler.mask_id)
 
 

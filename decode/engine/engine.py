@@ -297,7 +297,9 @@ class Engine:
     ) -> tuple[list[PredictionRequest], PendingTable]:
         """Start the forward of these steps, and count it."""
         groups = [
-            PredictionRequest(r.sampler, len(step.read), step.queried_tokens, step.uncertainty)
+            PredictionRequest(
+                r.sampler, len(step.read), step.queried_tokens, step.uncertainty, step.draws
+            )
             for r, step in fed
         ]
         rows = join([step for _, step in fed], [request.base for request, _ in fed])

@@ -133,7 +133,7 @@ class Feed:
         """Make a step of some rows, with the reads from `fed` up to `stop`."""
         step = self.step
         first, end = (int((step.read < row).sum()) for row in (self.fed, self.stop))
-        queried = step.queried_tokens
+        queried, draws = step.queried_tokens, step.draws
         return replace(
             step,
             tokens=step.tokens[rows],
@@ -143,6 +143,7 @@ class Feed:
             read=np.searchsorted(rows, step.read[first:end]),
             cached=step.cached + self.begin,
             queried_tokens=None if queried is None else queried[first:end],
+            draws=None if draws is None else draws[first:end],
         )
 
 

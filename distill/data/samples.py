@@ -87,6 +87,8 @@ def read_pair(row: Any, columns: Columns | None) -> tuple[Messages, str]:
         role = _text(turn, layout.role)
         # A template knows user and assistant; what it does with any other role is for it to say.
         messages.append({"role": _ROLES.get(role, role), "content": _text(turn, layout.content)})
+    if layout.response is not None:
+        return system + messages, _text(row, layout.response)
     answers = [i for i, message in enumerate(messages) if message["role"] == "assistant"]
     if not answers or answers[-1] == 0:
         raise BadRecord(f"{layout.messages} needs an assistant turn behind another: the response")

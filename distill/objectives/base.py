@@ -286,6 +286,13 @@ class Objective(nn.Module):
         changed.mask_ratio, changed.config = ratio, config.model_copy(update={"data": data})
         return changed
 
+    def held_out_shares(
+        self, batch: Batch, student: Tensor, teacher: Tensor | None
+    ) -> dict[str, tuple[float, float]]:
+        """Return what else a held-out loss measures of the rows that it reads, by name: how many,
+        and of how many."""
+        return {}
+
     def counted(self, batch: Batch) -> Tensor:
         """Tell which rows that the loss reads a held-out loss counts, bool ``[N]``."""
         return batch.weight > 0
@@ -337,10 +344,11 @@ class TrainingPlan(SpanPlan):
     """Plan the attention of a packed step. Compiled layers leave it out of their graphs, which so
     hold for any spans and each way to compute them.
 
-    read: int64 ``[N]``, which of the R x L places the loss reads.
+    read: int64 ``[N]``, which of the R x L places the loss reads; None: the last layer computes
+    all of them.
     """
 
-    def __init__(self, spans: Tensor, read: Tensor, way: Way | None = None):
+    def __init__(self, spans: Tensor, read: Tensor | None, way: Way | None = None):
         # Reading spans would wait for a GPU, whose kernels skip keys by themselves.
         segments = parts_of(spans) if spans.device.type == "cpu" else None
         super().__init__(spans, segments, way)
@@ -400,7 +408,7 @@ def _reading(kind: Any) -> Any:
 
         def forward(self, hidden_states: Tensor, **given: Any) -> Tensor:
             plan = given.get("spans")
-            if not isinstance(plan, TrainingPlan):
+            if not isinstance(plan, TrainingPlan) or plan.read is None:
                 out: Tensor = super().forward(hidden_states, **given)
                 return out
             normed = self.input_layernorm(hidden_states)

@@ -136,10 +136,10 @@ def test_a_misfit_is_refused_by_name(change, says):
         span_attention(*args, spans, kernel=True)
 
 
-def test_what_wants_a_gradient_is_the_references():
+def test_what_wants_a_gradient_is_the_references(device):
     """The kernel has no backward: chosen of itself it stands back, asked for it says so."""
-    spans = torch.tensor([[[0, 3]]], dtype=torch.int32)
-    q, k, v = tensors(1, 3, 2, 2, 32)
+    spans = torch.tensor([[[0, 3]]], dtype=torch.int32, device=device)
+    q, k, v = tensors(1, 3, 2, 2, 32, device=device)
     assert can_run(q, k, v)
     for x in (q, k, v):
         x.requires_grad_()
