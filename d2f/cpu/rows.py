@@ -8,6 +8,7 @@ costs; 8 rows cost little more than one.
 from __future__ import annotations
 
 import ctypes
+import itertools
 from collections.abc import Callable
 from functools import cache
 from pathlib import Path
@@ -195,25 +196,18 @@ class NativeRows:
     def _adapter(self, *layers: Any, alternate: bool = False) -> _Adapter:
         """Pack what a LoRA adds to layers with one input as two products: all A below each other,
         then each B, scaled, for the outputs of its own layer and A."""
-        lower, upper, names = [], [], []
-        for layer in layers:
-            names.append(list(getattr(layer, "lora_B", ())))
-            for name in names[-1]:
-                a = layer.lora_A[name].weight.detach()
-                lower.append(F.pad(a, (0, 0, 0, -len(a) % LANES)))
-                upper.append(layer.lora_B[name].weight.detach() * layer.scaling[name])
-        if not lower:
+        own = [(layer, name) for layer in layers for name in getattr(layer, "lora_B", ())]
+        if not own:
             return _Adapter()
-        rank, dtype = sum(map(len, lower)), layers[0].weight.dtype
-        whole, at, used = [], 0, 0
-        for layer, own in zip(layers, names, strict=True):
-            part = upper[used].new_zeros(layer.out_features, rank)
-            for _ in own:
-                part[:, at : at + upper[used].shape[1]] = upper[used]
-                at, used = at + len(lower[used]), used + 1
-            whole.append(part.to(dtype))
-        a, b = torch.cat(lower).to(dtype), _joined(whole, alternate)
-        return _Adapter(self._packed(a), self._packed(b))
+        a = [layer.lora_A[name].weight.detach() for layer, name in own]
+        a = [F.pad(part, (0, 0, 0, -len(part) % LANES)) for part in a]
+        dtype, starts = layers[0].weight.dtype, [0, *itertools.accumulate(map(len, a))]
+        b = {id(layer): a[0].new_zeros(layer.out_features, starts[-1]) for layer in layers}
+        for (layer, name), start in zip(own, starts, strict=False):
+            part = layer.lora_B[name].weight.detach() * layer.scaling[name]
+            b[id(layer)][:, start : start + part.shape[1]] = part
+        whole = _joined(list(b.values()), alternate)
+        return _Adapter(*(self._packed(part.to(dtype)) for part in (torch.cat(a), whole)))
 
     def _product(self, *layers: nn.Linear, alternate: bool = False) -> _Product:
         """Pack layers with one input as one product. alternate: a block of 16 outputs of the one,

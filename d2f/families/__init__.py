@@ -187,7 +187,9 @@ def check_ids(place: str, contract: Contract, vocabulary: int) -> None:
             f"{place}: the mask id must not be one of the end ids {list(contract.end_ids)}, "
             f"got {mask}"
         )
-    for name, ids in (("mask_id", [] if mask is None else [mask]), ("end_ids", contract.end_ids)):
+    one = {"mask_id": mask, "draft_id": contract.draft_id}
+    listed = {name: () if value is None else (value,) for name, value in one.items()}
+    for name, ids in (*listed.items(), ("end_ids", contract.end_ids)):
         for i in ids:
             if not 0 <= i < vocabulary:
                 raise CheckpointError(
