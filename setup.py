@@ -89,6 +89,7 @@ setup(
             "prometheus-client>=0.23",
             "sse-starlette>=3.3",
         ],
+        "gguf": ["gguf>=0.17"],
         "ray": ["ray[serve,data]>=2.60,<2.61"],
         "quantize": ["torchao>=0.18,<0.19", "bitsandbytes>=0.48"],
         "evaluation": [
@@ -103,6 +104,7 @@ setup(
             "bitsandbytes>=0.48",
             "fastapi>=0.120",
             "uvicorn>=0.38",
+            "gguf>=0.17",
             "openai>=2.0",
             "lm-eval[api]>=0.4.11",
             "prometheus-client>=0.23",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -148,3 +149,16 @@ def _rebuilt(
     new.model.rotary_emb = rotary.rotary if isinstance(rotary, Fp32Rotary) else rotary
     new.tie_weights()  # undone by assigning
     return new.eval(), dropped
+
+
+def reserved_tokens(tokenizer: PreTrainedTokenizerBase, end_ids: Sequence[int]) -> list[int]:
+    """List the special tokens that begin, end, pad and replace nothing and that no chat template
+    writes, in ascending order: rows of the embedding that are free for another use."""
+    roles = ("bos_token_id", "eos_token_id", "unk_token_id", "pad_token_id")
+    used = {*end_ids, *(getattr(tokenizer, role) for role in roles)}
+    template = str(tokenizer.chat_template or "")
+    return [
+        id
+        for id, token in sorted(tokenizer.added_tokens_decoder.items())
+        if token.special and id not in used and token.content not in template
+    ]

@@ -52,17 +52,3 @@ class Gate:
 
     def _of_drafts(self, module: nn.Module, given: Any, out: Tensor) -> Tensor:
         return out if self.rows is None else out.masked_fill(~self.rows[..., None], 0.0)
-
-
-def draft_id_of(tokenizer: Any, end_ids: tuple[int, ...]) -> int:
-    """Choose the token whose embedding draft rows begin with: a reserved one that no text and no
-    chat template uses, else the end token's."""
-    template = str(tokenizer.chat_template or "")
-    known = {tokenizer.bos_token_id, tokenizer.eos_token_id, tokenizer.pad_token_id, *end_ids}
-    added = tokenizer.added_tokens_decoder
-    free = [
-        id for id, token in sorted(added.items())
-        if token.special and id not in known and token.content not in template
-        and id != tokenizer.unk_token_id
-    ]  # fmt: skip
-    return free[-1] if free else end_ids[0]

@@ -46,18 +46,19 @@ class Options:
 
     Without: write a trained model, or the result of a finished run by the run's folder, as one
     model: an adapter is merged into its base. --official writes LLaDA's or Dream's own format;
-    --upload puts what was written on the Hugging Face hub.
+    --upload puts what was written on the Hugging Face hub. A .gguf file becomes a folder of fp32
+    weights with its tokenizer and chat template (pip install 'd2f-toolkit[gguf]').
     """
 
     model: str
-    """folder of a model or of a finished run, hub name or bundled model"""
+    """folder of a model or of a finished run, hub name, bundled model, or a .gguf file"""
     output: Path
     """new folder for the result"""
     family: str | None = None
     """dream, llada, wedlm or sdar: what an autoregressive model is to become"""
     mask_token: str | None = None
     """a new token, or a special one that the tokenizer has (default: the tokenizer's own mask
-    token, else <|mask|>)"""
+    token, else a reserved one, else <|mask|>)"""
     official: Switch = False
     """write the format that the family's own code reads"""
     upload: str | None = None
@@ -66,7 +67,13 @@ class Options:
 
     def check(self) -> None:
         """Raise InputError for a model that cannot be, or options that do not go together."""
-        check_model_name(self.model)
+        if self.is_gguf:
+            if self.family is not None or self.official:
+                raise InputError("a .gguf file is converted by itself: leave out what it shall be")
+            if not Path(self.model).is_file():
+                raise InputError(f"--model {self.model}: no such file")
+        else:
+            check_model_name(self.model)
         check_family_name(self.family)
         if self.family is not None and (self.official or self.upload):
             raise InputError("--official and --upload are for a trained model: leave out --family")
@@ -74,6 +81,10 @@ class Options:
             raise InputError("--mask-token needs --family")
         if self.output.exists() and (not self.output.is_dir() or any(self.output.iterdir())):
             raise InputError(f"--output {self.output}: expected a new or empty folder")
+
+    @property
+    def is_gguf(self) -> bool:
+        return self.model.endswith(".gguf")
 
 
 def parse(arguments: Sequence[str] | None = None) -> Options:
@@ -108,6 +119,46 @@ def export(name: str, output: Path, official: bool = False) -> list[str]:
             shutil.copy(Path(name) / "model" / "README.md", beside)
     form = f"{model.family}'s official format" if official else "transformers' format"
     return [f"{output}: {form}, {str(dtype).removeprefix('torch.')}"]
+
+
+def convert_gguf(file: Path, output: Path) -> list[str]:
+    """Write a .gguf file's model to `output` in transformers' format, whole or not at all; say in
+    lines what was done. Raises InputError."""
+    import importlib.util
+
+    if importlib.util.find_spec("gguf") is None:
+        raise InputError("a .gguf file needs the package gguf: pip install 'd2f-toolkit[gguf]'")
+    import torch
+    from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+
+    from d2f.files import make_folder, writing_folder
+    from d2f.loading import describe
+    from d2f.saving import write_weights
+
+    folder, given = str(file.parent), {"gguf_file": file.name}
+    try:
+        config = AutoConfig.from_pretrained(folder, **given)
+        model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, **given)
+        tokenizer = AutoTokenizer.from_pretrained(folder, **given)
+    except Exception as error:  # transformers raises whatever comes of what it does not know
+        raise InputError(f"{file}: transformers cannot read it: {error}") from error
+    config.quantization_config, config.dtype = None, torch.float32  # the file's; now they are fp32
+    del config.quantization_config
+    config.name_or_path = ""
+    config.architectures = [type(model).__name__]
+    make_folder(output.parent)
+    with writing_folder(output) as beside:
+        config.save_pretrained(beside)
+        weights = model.state_dict()
+        if config.tie_word_embeddings:
+            del weights["lm_head.weight"]
+        write_weights(weights, beside / "model.safetensors")
+        tokenizer.save_pretrained(beside)
+        outline = describe(beside)  # what cannot be loaded is said now
+    lines = [f"{output}: {config.model_type}, family {outline.family}, weights in float32"]
+    if tokenizer.chat_template is None:
+        lines.append("it has no chat template: prompts are taken as they are with --raw")
+    return lines
 
 
 def _run(folder: Path) -> TrainConfig | None:
@@ -213,7 +264,10 @@ def _add_mask(
 ) -> str:
     """Give the tokenizer its mask token and say what was done. Raises InputError for a token that
     means something else."""
-    token = str(wanted or tokenizer.mask_token or MASK_TOKEN)
+    from d2f.convert import reserved_tokens
+
+    free = [tokenizer.convert_ids_to_tokens(id) for id in reserved_tokens(tokenizer, end_ids)]
+    token = str(wanted or tokenizer.mask_token or (free or [MASK_TOKEN])[-1])
     there = tokenizer.get_vocab().get(token)
     if there is None:
         tokenizer.add_special_tokens({"mask_token": token})
@@ -242,7 +296,9 @@ def _make_room(model: DiffusionModel, mask_id: int) -> str:
         return f"embeddings: their {size} rows have room for it, none was added"
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)  # the new rows are drawn: the same each time
-        model.backbone.resize_token_embeddings(mask_id + 1, mean_resizing=True)
+        # A multiple of 64, which matrix products and processes that share the model divide by.
+        size_now = -(-(mask_id + 1) // 64) * 64
+        model.backbone.resize_token_embeddings(size_now, mean_resizing=True)
     return (
         f"embeddings: resized from {size} to {model.vocab_size} rows, the new ones drawn around "
         "the mean of the others"
@@ -254,7 +310,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
     """Run the command."""
     options = parse(arguments)
     with quiet(options.verbose):
-        if options.family is not None:
+        if options.is_gguf:
+            lines = convert_gguf(Path(options.model), options.output)
+        elif options.family is not None:
             lines = convert_checkpoint(
                 options.model, options.family, options.output, options.mask_token
             )

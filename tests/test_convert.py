@@ -14,6 +14,7 @@ import torch
 from safetensors.torch import load_file
 from test_train import settings
 from tiny import random_model
+from transformers import LlamaConfig, LlamaForCausalLM
 
 import d2f
 from d2f import spans
@@ -47,11 +48,12 @@ def test_no_logit_of_an_old_token_changes(tmp_path, capsys, kind, family, room, 
     """To the bit, with a mask token that needs a new row and with one that has room."""
     rows = stock.TOKENS + 12 * room
     source = stock.checkpoint(tmp_path / "stock", kind, rows=rows, tied=tied)
-    model = converted(source, family, tmp_path / "out")
+    model = converted(source, family, tmp_path / "out", "--mask-token", "<|mask|>")
     assert torch.equal(old_logits(model), old_logits(d2f.load(source, device="cpu")))
-    assert model.vocab_size == (rows if room else stock.TOKENS + 1)
+    grown = -(-(stock.TOKENS + 1) // 64) * 64
+    assert model.vocab_size == (rows if room else grown)
     out = capsys.readouterr().out
-    assert ("none was added" if room else f"from {rows} to {rows + 1} rows") in out
+    assert ("none was added" if room else f"from {rows} to {grown} rows") in out
     contract = model.contract
     assert (contract.family, contract.mask_id) == (family, stock.TOKENS)
     assert contract.end_ids == (2, 0)
@@ -105,6 +107,8 @@ def test_a_mask_token_that_is_there_is_taken(tmp_path, capsys):
     assert converted(own, "dream", tmp_path / "a").mask_id == 3
     assert "the tokenizer has already" in capsys.readouterr().out
     special = stock.checkpoint(tmp_path / "special", "qwen2")
+    # One that is reserved, and neither begins nor ends anything, before a new one.
+    assert converted(special, "dream", tmp_path / "d").mask_id == 3
     model = converted(special, "dream", tmp_path / "b", "--mask-token", "<|reserved|>")
     assert (model.mask_id, model.vocab_size) == (3, stock.TOKENS)
     model = converted(special, "dream", tmp_path / "c", "--mask-token", "[M]")
@@ -205,7 +209,7 @@ def test_a_stock_checkpoint_becomes_a_decoding_student(tmp_path, monkeypatch):
         training.main()
         init = tmp_path / objective / "model"
         made = d2f.load(init, device="cpu")
-        assert (made.contract.objective, made.mask_id) == (objective, stock.TOKENS)
+        assert (made.contract.objective, made.mask_id) == (objective, 3)
         assert made.end_ids == (2, 0)
     given = ["--model", str(init), "--prompt", "Say 7.", "--max-new-tokens", "12"]
     assert pipeline.main([*given, "--output", str(tmp_path / "out.jsonl")]) == 0
@@ -244,3 +248,76 @@ def test_a_finished_run_is_exported_without_training_again(tmp_path, monkeypatch
         for name in ("config.json", "d2f_contract.json", "README.md"):
             assert (tmp_path / made / name).read_bytes() == (run / wanted / name).read_bytes()
     assert main(["--model", str(run), "--mask-token", "x", "--output", str(tmp_path / "no")]) == 2
+
+
+def gguf_file(path: Path, architecture: str = "llama") -> LlamaForCausalLM:
+    """Write a small Llama with a tokenizer of some words as llama.cpp's files have them."""
+    import gguf
+
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=64, hidden_size=32, intermediate_size=48, num_hidden_layers=1,
+        num_attention_heads=4, num_key_value_heads=2, max_position_embeddings=128,
+    )  # fmt: skip
+    model = LlamaForCausalLM(config).eval()
+    file = gguf.GGUFWriter(path, architecture)
+    file.add_context_length(128)
+    file.add_embedding_length(32)
+    file.add_block_count(1)
+    file.add_feed_forward_length(48)
+    file.add_head_count(4)
+    file.add_head_count_kv(2)
+    file.add_layer_norm_rms_eps(config.rms_norm_eps)
+    file.add_rope_freq_base(10000.0)
+    file.add_vocab_size(64)
+    words = [*"abcdefgh", "<|end|>", "ab", *(f"w{i}" for i in range(54))]
+    file.add_tokenizer_model("gpt2")
+    file.add_token_list(words)
+    file.add_token_types([3 if word == "<|end|>" else 1 for word in words])
+    file.add_token_merges(["a b"])
+    file.add_eos_token_id(8)
+    file.add_chat_template("{% for m in messages %}{{ m['content'] }}{% endfor %}")
+    names = {
+        "model.embed_tokens": "token_embd", "model.norm": "output_norm", "lm_head": "output",
+        "self_attn.q_proj": "attn_q", "self_attn.k_proj": "attn_k", "self_attn.v_proj": "attn_v",
+        "self_attn.o_proj": "attn_output", "mlp.gate_proj": "ffn_gate", "mlp.up_proj": "ffn_up",
+        "mlp.down_proj": "ffn_down", "input_layernorm": "attn_norm",
+        "post_attention_layernorm": "ffn_norm", "model.layers.": "blk.",
+    }  # fmt: skip
+    for name, value in model.state_dict().items():
+        for theirs, ours in names.items():
+            if theirs in ("model.norm", "lm_head") and not name.startswith(theirs):
+                continue
+            name = name.replace(theirs, ours)
+        for heads, part in ((4, "attn_q."), (2, "attn_k.")):  # llama.cpp turns neighbours
+            if part in name:
+                value = value.view(heads, 2, 4, 32).transpose(1, 2).reshape(value.shape)
+        file.add_tensor(name, value.numpy())
+    file.write_header_to_file()
+    file.write_kv_data_to_file()
+    file.write_tensors_to_file()
+    file.close()
+    return model
+
+
+def test_a_gguf_file_becomes_the_model_that_it_was(tmp_path, capsys):
+    want = gguf_file(tmp_path / "small.gguf")
+    out = tmp_path / "made"
+    assert main(["--model", str(tmp_path / "small.gguf"), "--output", str(out)]) == 0
+    assert "family causal, weights in float32" in capsys.readouterr().out
+    made = d2f.load(out, device="cpu")
+    ids = torch.arange(9)[None]
+    with torch.inference_mode():
+        torch.testing.assert_close(made.forward(ids, spans.causal(9)), want(ids).logits)
+    assert made.end_ids == (8,) and made.tokenizer.chat_template
+
+
+def test_what_a_gguf_file_cannot_be_is_said(tmp_path, capsys):
+    file = tmp_path / "small.gguf"
+    assert main(["--model", str(file), "--output", str(tmp_path / "a")]) == 2
+    assert "no such file" in capsys.readouterr().err
+    gguf_file(file, "nonsuch")
+    assert main(["--model", str(file), "--output", str(tmp_path / "a")]) == 2
+    assert "nonsuch" in capsys.readouterr().err and not (tmp_path / "a").exists()
+    assert main(["--model", str(file), "--output", str(tmp_path / "a"), "--family", "llada"]) == 2
+    assert "converted by itself" in capsys.readouterr().err

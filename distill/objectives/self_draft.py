@@ -21,6 +21,7 @@ model's own answers, which `d2f batch` collects: it drafts for itself.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Annotated
 
 import numpy as np
@@ -31,8 +32,9 @@ from torch import Tensor
 from d2f import noise, spans
 from d2f.config import Tokens
 from d2f.contract import DRAFT
+from d2f.convert import reserved_tokens
 from d2f.errors import InputError
-from d2f.gate import Gate, draft_id_of
+from d2f.gate import Gate
 from d2f.model import DiffusionModel
 from d2f.parts import ModelParts
 from distill.config import Lora, Options, TrainConfig
@@ -192,11 +194,10 @@ class SelfDraft(Objective):
 
 
 def make_self_drafting(model: ModelParts) -> None:
-    """Let the model's adapter change draft rows only, and note the token they begin with."""
-    from dataclasses import replace
-
+    """Let the model's adapter change draft rows only. Their embedding is a reserved token's, which
+    no text has, else the end token's."""
     if model.gate is None:
         assert model.adapter is not None and model.tokenizer is not None
-        draft_id = draft_id_of(model.tokenizer, model.end_ids)
+        draft_id = [*model.end_ids[:1], *reserved_tokens(model.tokenizer, model.end_ids)][-1]
         model.contract = replace(model.contract, draft_id=draft_id)
         model.gate = Gate(model.adapter, draft_id)
