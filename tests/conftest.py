@@ -93,5 +93,8 @@ def _process_state() -> dict[str, object]:
         "autocast": torch.is_autocast_enabled("cpu"),
         "mkldnn": torch.backends.mkldnn.enabled,
         "flash": torch.backends.cuda.flash_sdp_enabled(),
-        "variables": {k: v for k, v in os.environ.items() if k.startswith(("D2F_", "TRITON_"))},
+        # Not all of Triton's: on a GPU torch.compile sets where it keeps what it compiled.
+        "variables": {
+            k: v for k, v in os.environ.items() if k.startswith("D2F_") or k == "TRITON_INTERPRET"
+        },
     }

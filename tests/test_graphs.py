@@ -348,3 +348,15 @@ def test_graphs_of_the_model_as_it_was_are_not_used(made, monkeypatch, change):
         Engine(model, batch_size=1, slots=9)
     assert made == ["GraphForwards"] * 2
     assert len(free_graphs(model)) == 1, "the old one is gone"
+
+
+def test_of_equal_caches_the_last_given_back_is_lent_first():
+    """Its graphs are those that the engines before have captured."""
+    model = fresh_model("llada")
+    lent = [lend_graphs(model, 20) for _ in range(2)]
+    for one in lent:
+        free_graphs(model).append(one)
+    for _ in range(2):
+        again = lend_graphs(model, 20)
+        assert again[1] is lent[1][1]
+        free_graphs(model).append(again)

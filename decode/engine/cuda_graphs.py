@@ -236,7 +236,9 @@ def lend_graphs(model: DiffusionModel, slots: int) -> Lent:
     kept, state = free_graphs(model), captured_state(model)
     free = [kept.popleft() for _ in range(len(kept))]
     # Graphs compute as the model was when they were captured.
-    free = sorted((one for one in free if one[0] == state), key=lambda one: one[1].slots)
+    # Of equal ones the last that was given back, whose graphs are there already.
+    mine = [one for one in reversed(free) if one[0] == state]
+    free = sorted(mine, key=lambda one: one[1].slots)
     fits = [one for one in free if one[1].slots >= slots]
     chosen = next(iter(fits or free[-1:]), None)
     kept.extend(one for one in free if one is not chosen)

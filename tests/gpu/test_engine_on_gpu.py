@@ -284,7 +284,8 @@ def test_the_table_of_a_captured_forward_needs_nothing_of_the_host(plain_model):
     lines = torch.from_numpy(wishes(size)["filtered with scores"].draws).to(DEVICE)
     from decode.engine.batch import draws_of
 
-    logits = torch.randn(size, 300, device=DEVICE)
+    # Made on the CPU: behind a capture that failed torch's generator of the GPU cannot draw.
+    logits = torch.randn(size, 300).to(DEVICE)
     queried = torch.arange(size, device=DEVICE)
     prediction_table(logits, 1, queried, draws_of(lines, filtered=True))  # compiled, checked
     torch.cuda.set_sync_debug_mode("error")
