@@ -49,7 +49,7 @@ BlockSizes = (
 )
 _Heads = Annotated[int, Field(ge=1, le=1024)]
 _Beta = Annotated[float, Field(ge=0, lt=1)]
-_Module = Literal["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
+Module = Literal["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
 
 
 class ModelShape(Section):
@@ -87,7 +87,7 @@ class Lora(Section):
     """The update is scaled by alpha / r."""
     dropout: Annotated[float, Field(ge=0, lt=1)] = 0.1
     """Dropout of the adapter's input."""
-    targets: Annotated[tuple[_Module, ...], Field(min_length=1)] = (
+    targets: Annotated[tuple[Module, ...], Field(min_length=1)] = (
         "q_proj", "k_proj", "v_proj", "o_proj",
     )  # fmt: skip
     """Linear layers that are adapted, by transformers' names. With init_adapter the default stands

@@ -44,7 +44,7 @@ class FlexSpans:
         grouped = q.shape[1] != k.shape[1]
         # Within a layer that is being compiled it becomes part of that graph.
         attend = flex_attention if torch.compiler.is_compiling() else _compiled()
-        # Below 128 rows PyTorch would take its kernel for decoding, which has no tile that fits fp32
+        # Below 128 rows PyTorch would take its kernel for decoding, which has no tile for fp32
         # (seen on an H100 with torch 2.11).
         out: Tensor = attend(
             q, k, v, block_mask=self.mask, scale=scale, enable_gqa=grouped,

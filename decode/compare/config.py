@@ -124,8 +124,29 @@ class Served(Entry):
     """More fields of each request, e.g. {stop_token_ids: [2]}."""
 
 
-class Vllm(Served):
-    """`vllm serve MODEL`, started and stopped by the command."""
+class Started(Served):
+    """The keys of both kinds of server that the comparison starts and stops."""
+
+    env: dict[Variable, str] = Field(default_factory=dict)
+    """More of the environment."""
+    startup_seconds: Seconds = 600.0
+    """Seconds that it may take to start."""
+
+
+class Command(Started):
+    """Any OpenAI-compatible server, by the command that starts it. model: the folder or name of the
+    model whose tokenizer makes the prompts."""
+
+    kind: Literal["command"]
+    """The kind of entry."""
+    command: Annotated[tuple[Text, ...], Field(min_length=1)]
+    """Its words; {port} in them is replaced by a free port of 127.0.0.1."""
+    health: Annotated[str, Field(pattern="^/")] = "/health"
+    """Path that is answered with 200 once it is ready."""
+
+
+class Vllm(Started):
+    """`vllm serve MODEL`."""
 
     kind: Literal["vllm"]
     """The kind of entry."""
@@ -140,10 +161,6 @@ class Vllm(Served):
     """Prompts come again in each repetition; a cache would skip them."""
     args: tuple[str, ...] = ()
     """More of the command line."""
-    env: dict[Variable, str] = Field(default_factory=dict)
-    """More of the environment."""
-    startup_seconds: Seconds = 600.0
-    """Seconds that it may take to start."""
 
 
 class Endpoint(Served):
@@ -160,7 +177,7 @@ class Endpoint(Served):
     """The environment variable that holds the key."""
 
 
-AnyEntry = Annotated[Ours | Transformers | Vllm | Endpoint, Field(discriminator="kind")]
+AnyEntry = Annotated[Ours | Transformers | Vllm | Command | Endpoint, Field(discriminator="kind")]
 
 # Entries that share a process share its model, which was made with these.
 OF_THE_MODEL = ("model", "adapter", "quantize", "family", "dtype", "device", "compile", "threads")

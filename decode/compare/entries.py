@@ -20,9 +20,18 @@ from d2f.model import DiffusionModel
 from d2f.quantize import check_quantize
 from decode.cli import outline
 from decode.compare.client import NO_KEY, Client, Run, check_endpoint
-from decode.compare.config import CompareConfig, Endpoint, Ours, Transformers, Vllm, Workload, named
+from decode.compare.config import (
+    Command,
+    CompareConfig,
+    Endpoint,
+    Ours,
+    Transformers,
+    Vllm,
+    Workload,
+    named,
+)
 from decode.compare.local import Worker, encode_all, prepare, tokenizer_of
-from decode.compare.server import VllmServer, check_python
+from decode.compare.server import Server, check_command, check_python
 from decode.report import peak_bytes, reset_peak
 
 DEATH_SECONDS = 2.0  # after a request has failed, in which its server may turn out to be dead
@@ -59,6 +68,8 @@ def check_entries(config: CompareConfig, workloads: list[Workload]) -> None:
                     check_quantize(entry.quantize, device, parse_dtype(entry.dtype, device))
         elif isinstance(entry, Vllm) and entry.shares is None:
             check_python(entry, entry.python or config.vllm_python)
+        elif isinstance(entry, Command):
+            check_command(entry)
         elif isinstance(entry, Endpoint):
             check_endpoint(entry.url.rstrip("/"), entry.model, _key(entry), config.limits)
 
@@ -78,7 +89,7 @@ def make_ready(
     InputError.
     """
     workers: dict[str, Worker] = {}
-    servers: dict[str, VllmServer] = {}
+    servers: dict[str, Server] = {}
     found: dict[str, Contestant] = {}
     for entry in config.entries:
         say(f"starting {entry.name} ({entry.kind}: {entry.model})")
@@ -92,11 +103,12 @@ def make_ready(
             worker = workers[owner]
             run = partial(worker.run, entry.name)
             found[entry.name] = Contestant(worker.facts[entry.name], run)
-        elif isinstance(entry, Vllm):
+        elif isinstance(entry, Vllm | Command):
             if owner == entry.name:
                 # A name of an entry may have what a file name may not.
                 log = logs / f"{entry.name.replace('/', '-').replace(' ', '-')}.log"
-                server = VllmServer(entry, entry.python or config.vllm_python, log)
+                python = getattr(entry, "python", None) or config.vllm_python
+                server = Server(entry, python, log)
                 servers[owner] = stack.enter_context(server)
             server = servers[owner]
             client = Client(entry, f"{server.address}/v1", owner, config.limits, config.retries)
@@ -117,7 +129,7 @@ def _key(entry: Endpoint) -> str:
 
 
 def _served(
-    client: Client, model: str, workloads: list[Workload], server: VllmServer | None
+    client: Client, model: str, workloads: list[Workload], server: Server | None
 ) -> Contestant:
     """Make a server of ours, or an endpoint, a contestant: prompts are sent as the token ids, or
     the text, that the model's own tokenizer and chat template give."""
@@ -129,7 +141,7 @@ def _served(
         facts |= {
             "command": [part.removeprefix(here) for part in server.command],
             "environment": server.entry.env,
-            "vllm": server.version(),
+            **({} if server.version() is None else {"vllm": server.version()}),
             "startup_seconds": round(server.startup_seconds, 1),
         }
 

@@ -1,10 +1,11 @@
-"""Start vLLM's server for an entry, wait until it is healthy, end it with all that it started."""
+"""Start a server for an entry, wait until it is healthy, end it with all that it started."""
 
 from __future__ import annotations
 
 import contextlib
 import ctypes
 import os
+import shutil
 import signal
 import socket
 import subprocess
@@ -17,7 +18,7 @@ import httpx
 from d2f.device import users_environment
 from d2f.errors import InputError
 from d2f.models import resolve
-from decode.compare.config import Vllm
+from decode.compare.config import Command, Vllm
 
 LOG_LINES_QUOTED = 30
 STOP_SECONDS = 20.0
@@ -25,27 +26,37 @@ POLL_SECONDS = 0.5
 _LIBC = ctypes.CDLL(None)  # loaded here: nothing may be loaded between fork and exec
 
 
-class VllmServer:
-    """`vllm serve MODEL` as a context: healthy inside, stopped afterwards, also on an interrupt."""
+def vllm_command(entry: Vllm, python: str, port: int) -> list[str]:
+    """Return the command of `vllm serve MODEL`."""
+    model = resolve(entry.model)
+    # By the module that `vllm serve` runs, because the command itself asks for the metadata of a
+    # package named vllm, which vLLM's CPU package has not.
+    return [
+        str(Path(python).absolute()),
+        *("-m", "vllm.entrypoints.openai.api_server"),
+        *("--model", str(Path(model).absolute()) if Path(model).is_dir() else model),
+        *("--served-model-name", entry.name),
+        *("--host", "127.0.0.1", "--port", str(port)),
+        *("--dtype", entry.dtype),
+        "--enable-prefix-caching" if entry.prefix_caching else "--no-enable-prefix-caching",
+        *entry.args,
+    ]
 
-    def __init__(self, entry: Vllm, python: str, log: Path):
+
+class Server:
+    """A server as a context: healthy inside, stopped afterwards, also on an interrupt."""
+
+    def __init__(self, entry: Vllm | Command, python: str, log: Path):
         self.entry, self.log = entry, log
         self.startup_seconds = 0.0
         self._process: subprocess.Popen[bytes] | None = None
-        model, port = resolve(entry.model), free_port()
+        port = free_port()
         self.address = f"http://127.0.0.1:{port}"
-        # By the module that `vllm serve` runs, because the command itself asks for the metadata of
-        # a package named vllm, which vLLM's CPU package has not.
-        self.command = [
-            str(Path(python).absolute()),
-            *("-m", "vllm.entrypoints.openai.api_server"),
-            *("--model", str(Path(model).absolute()) if Path(model).is_dir() else model),
-            *("--served-model-name", entry.name),
-            *("--host", "127.0.0.1", "--port", str(port)),
-            *("--dtype", entry.dtype),
-            "--enable-prefix-caching" if entry.prefix_caching else "--no-enable-prefix-caching",
-            *entry.args,
-        ]
+        self.health = "/health" if isinstance(entry, Vllm) else entry.health
+        if isinstance(entry, Vllm):
+            self.command = vllm_command(entry, python, port)
+        else:
+            self.command = [word.replace("{port}", str(port)) for word in entry.command]
 
     @property
     def pid(self) -> int:
@@ -53,7 +64,7 @@ class VllmServer:
         assert self._process is not None
         return self._process.pid
 
-    def __enter__(self) -> VllmServer:
+    def __enter__(self) -> Server:
         began = time.monotonic()
         self.log.parent.mkdir(parents=True, exist_ok=True)
         with self.log.open("wb") as out:
@@ -69,7 +80,7 @@ class VllmServer:
                 preexec_fn=_end_with_parent if sys.platform == "linux" else None,
             )
         try:
-            while self._get("/health") is None:
+            while self._get(self.health) is None:
                 self.check()
                 if time.monotonic() > began + self.entry.startup_seconds:
                     raise self._error(f"was not healthy after {self.entry.startup_seconds:g} s")
@@ -110,8 +121,8 @@ class VllmServer:
         )
 
     def version(self) -> str | None:
-        """Ask the server for vLLM's version."""
-        answer = self._get("/version")
+        """Ask the server for vLLM's version; None of another server."""
+        answer = self._get("/version") if isinstance(self.entry, Vllm) else None
         return None if answer is None else str(answer.json()["version"])
 
     def _get(self, path: str) -> httpx.Response | None:
@@ -125,6 +136,12 @@ class VllmServer:
 def _end_with_parent() -> None:
     """Let the kernel end this process with the one that started it, also by kill -9 (Linux)."""
     _LIBC.prctl(1, signal.SIGTERM)  # 1: PR_SET_PDEATHSIG
+
+
+def check_command(entry: Command) -> None:
+    """Raise InputError unless the command's first word is a program."""
+    if shutil.which(entry.command[0]) is None:
+        raise InputError(f"entry {entry.name}: there is no program {entry.command[0]}")
 
 
 def check_python(entry: Vllm, python: str) -> None:

@@ -43,8 +43,10 @@ from decode.decoders.session import Session
 from decode.step import BlockView, Ints, Predictions, Step
 
 Placement = Literal["expected", "linear", "quadratic"]
-HOLDS = 0.7
+HOLDS = 0.5
 """Chance that a draft holds, before its own confidence is known."""
+ROW_AND_ROW = 0.5
+"""Share of a draft that a draft row is worth: it takes another row to verify it."""
 
 
 @dataclass(frozen=True)
@@ -177,7 +179,7 @@ class SelfDraftSession(Session):
         last = reached * np.concatenate((1 - self.chances[:drafts], [1.0]))
         worth = [(-reached[i], 0, i) for i in range(1, drafts + 1)]
         worth += [
-            (-last[i] * HOLDS**k, k, i)
+            (-last[i] * ROW_AND_ROW * HOLDS**k, k, i)
             for i in range(drafts + 1)
             for k in range(1, min(self.depth, left - 1 - i) + 1)
         ]

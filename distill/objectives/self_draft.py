@@ -37,12 +37,27 @@ from d2f.errors import InputError
 from d2f.gate import Gate
 from d2f.model import DiffusionModel
 from d2f.parts import ModelParts
-from distill.config import Lora, Options, TrainConfig
+from distill.config import Lora, Module, Options, TrainConfig
 from distill.data.samples import Sample
 from distill.objectives.base import Batch, Fed, Objective, TrainingPlan, gathered
 from triton_kernels.masked_kl import masked_linear_kl, tile_shape
 
 _Weights = Annotated[tuple[Annotated[float, Field(ge=0)], ...], Field(min_length=1)]
+
+
+class DraftLora(Lora):
+    """The adapter that changes draft rows."""
+
+    r: Annotated[int, Field(ge=1, le=8192)] = 16
+    """Rank."""
+    alpha: Annotated[int, Field(ge=1, le=10**6)] = 32
+    """The update is scaled by alpha / r."""
+    dropout: Annotated[float, Field(ge=0, lt=1)] = 0.0
+    """Dropout of the adapter's input."""
+    targets: Annotated[tuple[Module, ...], Field(min_length=1)] = (
+        "q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj",
+    )  # fmt: skip
+    """Linear layers that are adapted, by transformers' names."""
 
 
 class SelfDraftOptions(Options):
@@ -54,11 +69,7 @@ class SelfDraftOptions(Options):
     """Draft rows after an anchor."""
     weights: _Weights | None = None
     """Weight of the first draft row, the second, and so on; default: all alike."""
-    lora: Lora = Lora(
-        r=16, alpha=16, dropout=0.0, targets=(
-            "q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj",
-        ),
-    )  # fmt: skip
+    lora: DraftLora = DraftLora()
     """The adapter that is trained."""
 
     @property

@@ -10,7 +10,7 @@ import pytest
 
 from d2f.errors import InputError
 from decode.compare.config import Vllm
-from decode.compare.server import VllmServer, check_python
+from decode.compare.server import Server, check_python
 
 
 def entry(mode="good", **more):
@@ -43,7 +43,7 @@ def alive(pid):
 def test_healthy_inside_and_gone_outside(fake_python, tmp_path, error):
     log = tmp_path / "logs" / "served.log"
     with pytest.raises(error) if error else nullcontext():
-        with VllmServer(entry(), fake_python, log) as server:
+        with Server(entry(), fake_python, log) as server:
             assert server.version() == "0.0-fake"
             server.check()
             assert all(psutil.pid_exists(pid) for pid in pids(log))
@@ -58,9 +58,9 @@ def test_it_is_asked_to_end_where_the_command_is_killed(fake_python, tmp_path):
     script = (
         "import pathlib, sys, time\n"
         "from decode.compare.config import Vllm\n"
-        "from decode.compare.server import VllmServer\n"
+        "from decode.compare.server import Server\n"
         "entry = Vllm(name='served', kind='vllm', model='tiny-ar')\n"
-        "with VllmServer(entry, sys.argv[1], pathlib.Path(sys.argv[2])):\n"
+        "with Server(entry, sys.argv[1], pathlib.Path(sys.argv[2])):\n"
         "    print('healthy', flush=True); time.sleep(600)\n"
     )
     log = tmp_path / "served.log"
@@ -87,7 +87,7 @@ def test_one_that_does_not_serve_is_an_error_that_quotes_its_log(fake_python, tm
     log = tmp_path / "served.log"
     seconds = 60.0 if mode == "dies at start" else 0.6
     with pytest.raises(InputError, match=said) as caught:
-        with VllmServer(entry(mode, startup_seconds=seconds), fake_python, log):
+        with Server(entry(mode, startup_seconds=seconds), fake_python, log):
             raise AssertionError("it never was healthy")
     assert str(log) in str(caught.value)
     assert gone(log)
@@ -95,7 +95,7 @@ def test_one_that_does_not_serve_is_an_error_that_quotes_its_log(fake_python, tm
 
 def test_the_command_is_that_of_vllm_serve(fake_python, tmp_path):
     given = entry(dtype="float32", args=("--max-model-len", "256"))
-    command = VllmServer(given, fake_python, tmp_path / "log").command
+    command = Server(given, fake_python, tmp_path / "log").command
     assert command[1:3] == ["-m", "vllm.entrypoints.openai.api_server"]
     assert command[command.index("--model") + 1].endswith("tiny-ar")
     assert "--no-enable-prefix-caching" in command
