@@ -59,9 +59,12 @@ def save(model: ModelParts, folder: Path, max_shard_size: int | str = MAX_SHARD_
         save_adapter(model, beside, base=base, base_hash=hash_)
 
 
-def save_adapter(model: ModelParts, folder: Path, **contract: Any) -> None:
-    """Write the adapter's weights, configuration and the model's contract into `folder`. contract:
-    fields to change in the saved one. Raises CheckpointError for weights that are not finite."""
+def save_adapter(
+    model: ModelParts, folder: Path, *, dtype: torch.dtype | None = None, **contract: Any
+) -> None:
+    """Write the adapter's weights, configuration and the model's contract into `folder`. dtype: of
+    the weights, default as they are. contract: fields to change in the saved one. Raises
+    CheckpointError for weights that are not finite."""
     from peft import get_peft_model_state_dict
 
     assert model.adapter is not None
@@ -70,7 +73,7 @@ def save_adapter(model: ModelParts, folder: Path, **contract: Any) -> None:
     config.base_model_name_or_path, config.inference_mode = saved.base or "", True
     folder.mkdir(parents=True, exist_ok=True)
     weights = get_peft_model_state_dict(model.adapter, save_embedding_layers=False)
-    write_weights(weights, folder / ADAPTER_WEIGHTS)
+    write_weights({k: v.to(dtype) for k, v in weights.items()}, folder / ADAPTER_WEIGHTS)
     values = {k: sorted(v) if isinstance(v, set) else v for k, v in config.to_dict().items()}
     _write_json(folder / ADAPTER_CONFIG, values)
     saved.save(folder)

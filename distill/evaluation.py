@@ -110,7 +110,8 @@ class Evaluator:
                 return
         text = {REPORT: json.dumps({"step": step, "best_by": by, **values}, indent=1) + "\n"}
         if self.model.adapter is not None:
-            write_result(self.best, text, save_adapter, self.model)
+            dtype = files_of(self.config)["dtype"]
+            write_result(self.best, text, save_adapter, self.model, dtype=dtype)
         else:
             write_result(self.best, text, save_model, self.model, **files_of(self.config))
 

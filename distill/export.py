@@ -259,7 +259,8 @@ def export_run(
     trained = _read_again(config, weights) if again else objective.model
     model = as_trained(trained, config)
     if model.adapter is not None:
-        write_result(output / "adapter", {CARD: text}, save_adapter, model)
+        dtype = getattr(torch, config.export_dtype)
+        write_result(output / "adapter", {CARD: text}, save_adapter, model, dtype=dtype)
         # Merged weights belong to no base any more.
         model.contract = dataclasses.replace(model.contract, base=None, base_hash=None)
     files = files_of(config)

@@ -23,7 +23,7 @@ constexpr int64_t AHEAD = 4096;  // bytes that a weight is asked for before it i
 // that is loaded meets several weights, each weight several inputs.
 #if defined(__AVX512F__)
 constexpr int MOST_ROWS = 12;
-constexpr int blocks_of(int rows) { return rows == 1 ? 1 : rows <= 6 ? 4 : 2; }
+constexpr int blocks_of(int rows) { return rows <= 4 ? 1 : rows <= 6 ? 4 : 2; }
 #else
 constexpr int MOST_ROWS = 3;
 constexpr int blocks_of(int rows) { return rows == 1 ? 4 : 2; }
@@ -32,8 +32,12 @@ constexpr int MOST_BLOCKS = 4;
 
 static inline int64_t round_up(int64_t count) { return (count + LANES - 1) / LANES * LANES; }
 
-static inline void fetch(const void *at) {
-  __builtin_prefetch(static_cast<const char *>(at) + AHEAD, 0, 3);
+// Ask for the weight that is read AHEAD bytes later. Of G blocks that are read side by side, the ends
+// are followed by the begin of the next G blocks, G - 1 blocks further on.
+template <int G>
+static inline void fetch(const void *at, int64_t left, int64_t block) {
+  const int64_t further = left > AHEAD ? 0 : (G - 1) * block;
+  __builtin_prefetch(static_cast<const char *>(at) + AHEAD + further, 0, 3);
 }
 
 // The rows to multiply: with AVX512-BF16 weights in bf16 take rows in bf16, else they are widened in
@@ -59,7 +63,7 @@ static void multiply(const float *w, const float *x, int64_t inputs, Sixteen *ou
     Sixteen weights[G];
     UNROLLED for (int g = 0; g < G; g++) {
       const float *at = w + (g * inputs + i) * LANES;
-      fetch(at);
+      fetch<G>(at, (inputs - i) * 64, inputs * 64);
       weights[g] = *reinterpret_cast<const SixteenInMemory *>(at);
     }
     UNROLLED for (int n = 0; n < N; n++) {
@@ -82,7 +86,7 @@ static void multiply(const Bf16 *w, const Bf16 *x, int64_t inputs, Sixteen *out)
     __m512bh weights[G];
     UNROLLED for (int g = 0; g < G; g++) {
       const Bf16 *at = w + (g * inputs + i) * LANES;
-      fetch(at);
+      fetch<G>(at, (inputs - i) * 32, inputs * 32);
       weights[g] = (__m512bh)_mm512_loadu_si512(at);
     }
     UNROLLED for (int n = 0; n < N; n++) {
@@ -101,7 +105,7 @@ static void multiply(const Bf16 *w, const float *x, int64_t inputs, Sixteen *out
     Sixteen first[G], second[G];
     UNROLLED for (int g = 0; g < G; g++) {
       const Bf16 *at = w + (g * inputs + i) * LANES;
-      fetch(at);
+      fetch<G>(at, (inputs - i) * 32, inputs * 32);
       const SixteenBits both = *reinterpret_cast<const SixteenBitsInMemory *>(at);
       const SixteenBits below = both << 16, above = both & int32_t(0xffff0000);  // little-endian
       std::memcpy(&first[g], &below, sizeof(below));

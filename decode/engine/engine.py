@@ -46,7 +46,12 @@ Fed = list[tuple[Request, Step]]
 
 CPU_MAX_ROWS = 256
 """On a CPU windows of 16 are worth their rows up to about 16 requests in flight; with more, rows of
-wide windows cost more than their tokens save (benchmarks/max_rows.py)."""
+wide windows cost more than their tokens save (benchmarks/max_rows.py). Of models that lie in the
+caches, where a forward costs more than its rows."""
+CPU_MAX_ROWS_OF_LARGE = 8
+"""Of models whose weights are read from memory in every forward: that many rows cost little more
+than one, and the next ones their arithmetic."""
+LARGE = 64 << 20  # bytes of weights, about what the caches of a CPU hold
 GPU_MAX_ROWS = 256
 """A GPU reads all weights in the time that it computes about so many rows: up to there a row is
 nearly free."""
@@ -81,6 +86,14 @@ def _slot_bytes(model: DiffusionModel) -> int:
     return slot * model.tensor_parallel if model.device.type == "cpu" else slot
 
 
+def default_max_rows(model: DiffusionModel) -> int:
+    """Choose how many rows one forward should have: as many as are nearly free."""
+    if model.device.type == "cuda":
+        return GPU_MAX_ROWS
+    size = sum(p.numel() * p.element_size() for p in model.backbone.parameters())
+    return CPU_MAX_ROWS if size < LARGE else CPU_MAX_ROWS_OF_LARGE
+
+
 def free_bytes(device: torch.device | str) -> int:
     """Count the bytes that are free of the device's memory."""
     if torch.device(device).type == "cuda":
@@ -102,7 +115,7 @@ class Engine:
     request_slots: most of them that one request may need; None: all.
     max_rows: rows that one forward should have. A lossless session speculates at most
         ``max_rows // running`` wide and at least one, so the tokens are the same for every value;
-        None: `CPU_MAX_ROWS` or `GPU_MAX_ROWS`.
+        None: `default_max_rows`.
     static: pad forwards to a few fixed sizes, on a GPU as CUDA graphs
         (`decode.engine.cuda_graphs`); None: there alone.
     prefill_rows: most rows of prompts, and of steps larger than this, in one forward. What is more
@@ -132,7 +145,7 @@ class Engine:
         self.device = model.device
         cuda = self.device.type == "cuda"
         self.batch_size = batch_size
-        self.max_rows = max_rows or (GPU_MAX_ROWS if cuda else CPU_MAX_ROWS)
+        self.max_rows = max_rows or default_max_rows(model)
         self.prefill_rows = prefill_rows
         if static is None:
             # With a model in parts, every rank would have to capture its own graph.
