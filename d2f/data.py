@@ -112,15 +112,32 @@ def _first(error: BaseException) -> str:
     return " ".join(str(error).split())[:300] or type(error).__name__
 
 
+def _cut(numbers: Sequence[int], part: str, place: str) -> list[int]:
+    """Take the rows of a part, such as test[:500], of those with these numbers."""
+    name = part.partition("[")[0]
+    try:
+        cuts = _library().ReadInstruction.from_spec(part).to_absolute({name: len(numbers)})
+    except ValueError as error:
+        raise InputError(f"{place}: expected a part such as {name}[:500], got {part}") from error
+    return [number for cut in cuts for number in numbers[cut.from_ : cut.to]]
+
+
 class Source:
     """Give the rows of a file or data set by number, as Python values.
 
     name: what errors call it. digest: of its content. columns: of a table; None for lines of JSON,
-    of which blank ones are no rows. The arguments are those of `load_rows`.
+    of which blank ones are no rows. The arguments are those of `load_rows`. parts: the rows to
+    keep, as `datasets` writes it, test[:500]; each is a part of what the one before it keeps.
     """
 
     def __init__(
-        self, place: str, *, is_file: bool, config: str | None = None, split: str | None = None
+        self,
+        place: str,
+        *,
+        is_file: bool,
+        config: str | None = None,
+        split: str | None = None,
+        parts: Sequence[str] = (),
     ):
         self._rows = self._read = load_rows(place, is_file=is_file, config=config, split=split)
         self.name = place if is_file else f"{place} ({split or 'train'})"
@@ -134,15 +151,20 @@ class Source:
             self.columns = self._rows.column_names
         else:
             self._numbers = [i for i, line in enumerate(self._rows[LINE]) if line.strip()]
+        for part in parts:
+            self._numbers = _cut(self._numbers, part, place)
+            self.digest += f" {part}"
         if not self._numbers:
-            raise InputError(f"{place}: expected at least one row, got none")
+            where = " of ".join([*parts[::-1], place])
+            raise InputError(f"{where}: expected at least one row, got none")
 
     def __len__(self) -> int:
         return len(self._numbers)
 
     def where(self, number: int) -> str:
         """Say where a row is found."""
-        place = f"row {number}" if self.columns else f"line {self._numbers[number] + 1}"
+        row = self._numbers[number]
+        place = f"row {row}" if self.columns else f"line {row + 1}"
         return f"{self.name}, {place}"
 
     def select(self, columns: Sequence[str]) -> None:

@@ -199,6 +199,9 @@ class TaskOptions:
     judge: Annotated[str | None, arg(metavar="NAME")] = None
     """who says what is right of --data: exact, numeric, choice, math, contains, or a function of
     your own as module:function"""
+    data_files: Annotated[str | None, arg(metavar="SPLIT=FILE,...")] = None
+    """local files for the splits of the --tasks' data set, which is then not read:
+    test=PATH,train=PATH; 'test=PATH[10:510]' is a part of the rows"""
     allow_code_execution: Switch = False
     """let the judge python run what the model writes, on this machine: in a process of its own,
     with limits, without network and files of yours"""
@@ -211,14 +214,21 @@ class TaskOptions:
         allowed: CodeExecution = "unsafe" if self.unsafe else self.allow_code_execution
         if (self.data is None) != (self.judge is None):
             raise InputError("--data and --judge go together: expected both or neither")
+        pairs = [] if self.data_files is None else self.data_files.split(",")
+        files = dict(pair.partition("=")[::2] for pair in pairs)
+        if len(files) < len(pairs) or not all(map(all, files.items())):
+            raise InputError(
+                "--data-files must be as test=PATH,train=PATH, each split once, got "
+                f"{repr_of(self.data_files)}"
+            )
         if self.data is None:
             names = DEFAULT_TASKS if self.tasks is None else self.tasks.split(",")
             try:
-                return find_tasks(names, allow_code_execution=allowed)
+                return find_tasks(names, allow_code_execution=allowed, data_files=files)
             except InputError as error:
                 raise InputError(f"--tasks: {error}") from error
-        if self.tasks is not None:
-            raise InputError("--data is a task of its own: leave out --tasks")
+        if self.tasks is not None or files:
+            raise InputError("--data is a task of its own: leave out --tasks and --data-files")
         assert self.judge is not None
         return (task_of_data(self.data, self.judge, allow_code_execution=allowed),)
 

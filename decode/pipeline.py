@@ -81,8 +81,8 @@ class PromptOptions:
         own = self.prompt is not None or self.prompts_file is not None
         if self.prompt is not None and self.prompts_file is not None:
             raise InputError("--prompt and --prompts-file exclude each other: expected one")
-        for name in ("tasks", "data", "problems"):
-            if own and getattr(self, name) is not None:
+        for name in ("tasks", "data", "data-files", "problems"):
+            if own and getattr(self, name.replace("-", "_")) is not None:
                 raise InputError(f"--{name} is for held-out problems, not for prompts of your own")
         if self.raw and not own:
             raise InputError("--raw needs --prompt or --prompts-file")

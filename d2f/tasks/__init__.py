@@ -6,12 +6,12 @@ The tokenizer that goes with the tiny ones is made by `d2f.tasks.tokenizer.train
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from d2f.config import check as check_config
 from d2f.config import read_mapping
-from d2f.errors import InputError, did_you_mean
+from d2f.errors import InputError, did_you_mean, not_one_of
 from d2f.shipped import EVALUATION, find_config, shipped
 from d2f.tasks.data_task import DataTask, TaskFile
 from d2f.tasks.judges import CodeExecution, make_judge
@@ -30,12 +30,20 @@ from d2f.tasks.task import (
 )
 
 
-def find_task(given: str, *, allow_code_execution: CodeExecution = False) -> Task:
+def find_task(
+    given: str,
+    *,
+    allow_code_execution: CodeExecution = False,
+    data_files: Mapping[str, str] | None = None,
+) -> Task:
     """Find a task by its name or YAML file; its data is not read yet.
 
-    allow_code_execution: may a judge run what a model wrote? Raises InputError.
+    allow_code_execution: may a judge run what a model wrote? data_files: local files by the split
+    of the data set that each stands for. Raises InputError.
     """
     if given in GENERATED:
+        if data_files:
+            raise InputError(f"{given} is generated: --data-files is for tasks that read data")
         return GENERATED[given]
     try:
         path = find_config(given, *EVALUATION)
@@ -51,20 +59,37 @@ def find_task(given: str, *, allow_code_execution: CodeExecution = False) -> Tas
     )
     allowed = "--unsafe" if allow_code_execution == "unsafe" else "--allow-code-execution"
     words = ("--tasks", given, *([allowed] if judge.name == "python" else []))
-    return _named(DataTask(file, judge, path.stem, words, path.parent), str(path))
+    if data_files:
+        words += ("--data-files", ",".join(f"{split}={at}" for split, at in data_files.items()))
+    return _named(DataTask(file, judge, path.stem, words, path.parent, data_files), str(path))
 
 
 def find_tasks(
-    given: Sequence[Task | str], *, allow_code_execution: CodeExecution = False
+    given: Sequence[Task | str],
+    *,
+    allow_code_execution: CodeExecution = False,
+    data_files: Mapping[str, str] | None = None,
 ) -> tuple[Task, ...]:
-    """Find several tasks, each once; a Task stays as it is. Raises InputError."""
+    """Find several tasks, each once; a Task stays as it is. Raises InputError, also for a data file
+    that none of them reads."""
     tasks = tuple(
-        find_task(one, allow_code_execution=allow_code_execution) if isinstance(one, str) else one
+        find_task(one, allow_code_execution=allow_code_execution, data_files=data_files)
+        if isinstance(one, str)
+        else one
         for one in given
     )
     names = [task.name for task in tasks]
     if not tasks or len(set(names)) < len(names):
         raise InputError(f"expected tasks, each once, got {','.join(names)!r}")
+    files = data_files or {}
+    known = {split for task in tasks if isinstance(task, DataTask) for split in task.data_splits}
+    for split in files:
+        if split not in known:
+            raise InputError(f"{','.join(names)}: --data-files: {not_one_of(split, sorted(known))}")
+    if len(set(files.values())) < len(files):
+        raise InputError(
+            "--data-files must be disjoint: give parts, test=PATH[10:],train=PATH[:10]"
+        )
     return tasks
 
 

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import re
 from collections.abc import Mapping
 from itertools import islice
 from pathlib import Path
@@ -147,7 +148,8 @@ class DataTask(Task):
     """The task of a `TaskFile`; its rows are read when they are first asked for.
 
     name: used where the file gives none. words: how a command line names it. folder: the file's,
-    beside which its data may lie.
+    beside which its data may lie. data_files: local files that are read in place of its data, by
+    split of the data set; PATH[10:510] is a part of the rows.
     """
 
     def __init__(
@@ -157,8 +159,10 @@ class DataTask(Task):
         name: str,
         words: tuple[str, ...],
         folder: Path = Path(),
+        data_files: Mapping[str, str] | None = None,
     ):
         self.file, self.judge, self.words, self.folder = file, judge, words, folder
+        self.data_files = data_files or {}
         self.name = file.name or name
         self.response_length, self.stop = file.max_new_tokens, file.stop
         self.judging_seconds = judge.judging_seconds
@@ -176,7 +180,9 @@ class DataTask(Task):
 
     @property
     def identity(self) -> str:  # type: ignore[override]
-        digests = sorted(self._source(place).digest for place in self._places)
+        files = self.data_files or self.data_splits  # only files that were given can be read
+        places = [place for place in self._places if self._named(place) in files]
+        digests = sorted(self._source(place).digest for place in places)
         parts = [self.file.model_dump(mode="json"), self.judge.source, *digests]
         return hashlib.sha256(json.dumps(parts).encode()).hexdigest()
 
@@ -214,6 +220,17 @@ class DataTask(Task):
     def _places(self) -> set[str | None]:
         """Where the splits are: parts or files by name, None for shares of the data."""
         return {at if isinstance(at, str) else None for at in self.file.splits.values()}
+
+    @property
+    def data_splits(self) -> list[str]:
+        """Splits of the data set that it may read, without their brackets."""
+        return sorted({self._named(place) for place in self._places})
+
+    def _named(self, place: str | None) -> str:
+        return self._part(place).partition("[")[0]
+
+    def _part(self, place: str | None) -> str:
+        return place or self.file.split or "train"
 
     def _rows(self, split: str) -> list[Place]:
         """Return the rows of a split. Raises InputError for an unknown or empty one."""
@@ -258,7 +275,9 @@ class DataTask(Task):
     def _open(self, place: str | None) -> Source:
         file, beside = self.file, self.folder / self.file.data
         data = beside if beside.exists() else Path(file.data)
-        if data.is_file() or data.suffix in (".jsonl", ".json", ".parquet"):
+        if self.data_files:
+            source = self._open_file(place)
+        elif data.is_file() or data.suffix in (".jsonl", ".json", ".parquet"):
             if file.dataset_config is not None or file.split is not None:
                 raise InputError("dataset_config and split are for data sets, not for a file")
             if place is not None:
@@ -270,6 +289,8 @@ class DataTask(Task):
             name = str(data) if data.is_dir() else file.data
             source = Source(name, is_file=False, config=file.dataset_config, split=split)
         there = source.columns
+        if self.data_files and isinstance(first := source.attempt(0), Mapping):
+            there = list(first)  # lines of JSON have the columns of a data set too
         if there is not None and not isinstance(self.judge, Own):  # which may read any column
             given = (file.prompt, file.reference, file.example, file.system, file.gen_prefix)
             columns = self.judge.columns.union(*(columns_of(one) for one in given if one))
@@ -277,8 +298,23 @@ class DataTask(Task):
                 raise InputError(
                     f"{source.name} has no column {', '.join(lacking)}, it has {', '.join(there)}"
                 )
-            source.select(sorted(columns | {*USUAL_PROMPTS, *USUAL_REFERENCES} & set(there)))
+            if source.columns is not None:
+                source.select(sorted(columns | {*USUAL_PROMPTS, *USUAL_REFERENCES} & set(there)))
         return source
+
+    def _open_file(self, place: str | None) -> Source:
+        """Open the local file that was given for a split of the data set."""
+        split, few = self._named(place), self.file.few_shot
+        if split not in self.data_files:
+            shown = few is not None and few.count and self.file.splits[few.split] == place
+            raise InputError(
+                f"--data-files needs {split}=PATH too (its "
+                f"{'few-shot examples' if shown else 'problems'})"
+            )
+        found = re.fullmatch(r"(?s)(.*?)(\[[^][]*\])?", self.data_files[split])
+        assert found is not None
+        parts = (f"rows{found[2] or ''}", self._part(place))
+        return Source(found[1], is_file=True, parts=parts)
 
     # Problems.
 

@@ -206,6 +206,9 @@ class CompareConfig(Section):
     tasks: tuple[Text, ...] = ()
     """Tasks whose problems are decoded: generated ones, or task files. Either they or
     prompts_file."""
+    data_files: dict[Text, Text] = Field(default_factory=dict)
+    """Local files for the splits of the tasks' data set, which is then not read:
+    {test: PATH, train: PATH}; PATH[10:510] is a part of the rows."""
     allow_code_execution: CodeExecution = False
     """Let the judge python run what the models write, on this machine."""
     prompts_file: Text | None = None
@@ -272,7 +275,11 @@ class CompareConfig(Section):
         """Find the tasks; none for a prompts file."""
         if not self.tasks:
             return ()
-        return find_tasks(self.tasks, allow_code_execution=self.allow_code_execution)
+        return find_tasks(
+            self.tasks,
+            allow_code_execution=self.allow_code_execution,
+            data_files=self.data_files,
+        )
 
     @property
     def reference(self) -> AnyEntry:
