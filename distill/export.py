@@ -29,7 +29,7 @@ from d2f.saving import check_official, save_adapter, save_model, save_official
 from d2f.tasks import DEFAULT_TASKS, TASKS
 from d2f.tasks.tokenizer import train_tokenizer
 from distill.checkpoint import RunFolder, file_digest
-from distill.config import TrainConfig
+from distill.config import Lora, TrainConfig
 from distill.data.stream import Stream
 from distill.log import CURVE, draw_curve, extension_text, read_log
 from distill.objectives import OBJECTIVES
@@ -196,7 +196,7 @@ def prepare_model(
             with warnings.catch_warnings():  # on meta: for each tensor that it is not copied
                 warnings.filterwarnings("ignore", message=".*to a meta parameter")
                 # The default says nothing about an adapter that is there: it keeps its own layers.
-                targets = lora.targets if lora.targets != type(lora)().targets else ()
+                targets = lora.targets if lora.targets != Lora().targets else ()
                 attach(model, resolve(config.init_adapter), trainable=True, targets=targets)
         else:
             with place:

@@ -142,7 +142,7 @@ def test_an_unknown_name_is_an_error_that_lists_what_there_is(given, said):
 def test_the_list_and_the_path_of_one(capsys):
     assert shipped.main([]) == 0
     lines = capsys.readouterr().out.splitlines()
-    names = "compare-tiny decoders-tiny frontier-code frontier-tiny"
+    names = "compare-tiny decoders-tiny frontier-code frontier-tiny real-smollm2 real-smollm2-fp32"
     assert f"comparison:  {', '.join([*names.split(), 'vllm-ways', 'wedlm-tiny'])}" in lines
     assert shipped.main(["ddp"]) == 0
     assert capsys.readouterr().out.strip() == str(ROOT / "configs" / "accelerate" / "ddp.yaml")

@@ -54,6 +54,7 @@ CASES: dict[str, tuple[dict[str, Any], str, str]] = {
     "mbpp": (MBPP, "def two():\n    return 2", "two = 2"),
     "gsm8k-chat": (GSM8K, "2 + 2\n#### 4", "#### 5"),
     "gsm8k-message": (GSM8K, "2 + 2\n#### 4", "#### 5"),
+    "gsm8k-zero-shot": (GSM8K, "2 + 2 is 4.", "The answer is 5."),
     "gsm8k-cot": (GSM8K, "The answer is 4.", "4 pens. The answer is 5."),
     "math-chat": (MATH, r"$\boxed{\frac{4}{2}}$", r"$\boxed{3}$"),
     "math-4-shot": (MATH, "Final Answer: The final answer is $2$. I hope", "the answer is $3$."),
