@@ -100,19 +100,25 @@ static inline void put(const Product &p, int64_t block, Sixteen found, float *to
   for (int64_t i = 0; i < count; i++) to[at + i] = ADDED ? to[at + i] + found[i] : found[i];
 }
 
-// Put what the adapter gives for rows x [rows][inputs] into [rows][columns], or add it.
-template <class W, bool ADDED>
-static void adapt(const Adapter &adapter, const Input<W> *x, int64_t rows, float *to, int64_t columns) {
-  if (!rows || !adapter.a.weight) return;
-  const int64_t rank = adapter.b.inputs;
-  const Buffer<float> low(rows * rank);
-  const Buffer<Input<W>> given(rows * rank);
-  product<W>(Thread{}, adapter.a, 1, x, rows, [&](int64_t row, int64_t block, const Sixteen *found) {
-    put<false>(adapter.a, block, found[0], low.data() + row * rank);
-  });
-  copy(low.data(), rows * rank, given.data());
-  product<W>(Thread{}, adapter.b, 1, given.data(), rows, [&](int64_t row, int64_t block, const Sixteen *found) {
-    put<ADDED>(adapter.b, block, found[0], to + row * columns);
+// The product of all rows, to which an adapter adds B (A x) from row `plain` on. Every thread computes
+// A x for itself, which is little; then B is read by the thread that has the outputs.
+template <class W, class F>
+static void product(const Thread &t, const Product &p, const Adapter &adapter, int64_t plain, int64_t joined,
+                    const Input<W> *x, int64_t rows, F f) {
+  if (plain == rows || !adapter.a.weight) return product<W>(t, p, joined, x, rows, f);
+  const int64_t rank = adapter.b.inputs, count = (rows - plain) * rank;
+  const Buffer<float> found(count);
+  const Buffer<Input<W>> low(count);
+  product<W>(Thread{}, adapter.a, 1, x + plain * p.inputs, rows - plain,
+             [&](int64_t row, int64_t block, const Sixteen *out) { put<false>(adapter.a, block, out[0], found.data() + row * rank); });
+  copy(found.data(), count, low.data());
+  product<W>(t, p, joined, x, rows, [&](int64_t row, int64_t block, const Sixteen *out) {
+    if (row < plain) return f(row, block, out);
+    Sixteen sums[2];
+    const W *weight = static_cast<const W *>(adapter.b.weight) + block * LANES * rank;
+    multiply<W>(1, joined, weight, low.data() + (row - plain) * rank, rank, sums);
+    for (int64_t b = 0; b < joined; b++) sums[b] += out[b];
+    f(row, block, sums);
   });
 }
 
@@ -132,40 +138,29 @@ static void compute(const Model &m, const Rows &r, Attend<W> attend) {
   }
   const int64_t room = most + 2 * KEYS;
   const Buffer<float> states(rows * m.width), joined(rows * columns);
-  const int64_t adapted = rows - r.plain, outputs = m.blocks[0].gate_up.outputs;
-  const Buffer<float> gates_and_ups(adapted * outputs);  // the adapter's part
   const Buffer<Input<W>> normed(std::max(rows, r.reads) * width), attended(rows * outer), middle(rows * inner);
   float *hidden = states.data(), *qkv = joined.data();
   Input<W> *x = normed.data(), *out = attended.data(), *mlp = middle.data();
 
   on_threads(int(r.threads), [&](const Thread &t) {
     const Buffer<float> weights(MOST_HEADS * room), found(group * dim);
-    // What lies between two products is done row by row, by the thread that has the row: its part of
-    // the plain rows, and its part of the adapter's.
-    const Part plain = t.part(r.plain), part = t.part(adapted);
-    const int64_t first = r.plain + part.begin, count = part.end - part.begin;
-    auto each = [&](auto f) {
-      for (int64_t row = plain.begin; row < plain.end; row++) f(row);
-      for (int64_t row = first; row < first + count; row++) f(row);
-    };
-    each([&](int64_t row) {
+    const Part own = t.part(rows);
+    for (int64_t row = own.begin; row < own.end; row++) {
       const W *from = static_cast<const W *>(m.embeddings) + r.tokens[row] * m.width;
       for (int64_t i = 0; i < m.width; i++) hidden[row * m.width + i] = number(from[i]);
       std::memset(out + row * outer, 0, outer * sizeof(Input<W>));
-    });
+    }
     for (int64_t layer = 0; layer < m.count; layer++) {
       const Block &b = m.blocks[layer];
       W *keys = static_cast<W *>(r.caches[2 * layer]), *values = static_cast<W *>(r.caches[2 * layer + 1]);
-      each([&](int64_t row) {
+      for (int64_t row = own.begin; row < own.end; row++)
         normalise(hidden + row * m.width, b.before_attention, m.width, width, m.eps, x + row * width);
-      });
       wait(t);
-      product<W>(t, b.qkv, 1, x, rows, [&](int64_t row, int64_t block, const Sixteen *found) {
+      product<W>(t, b.qkv, b.to_qkv, r.plain, 1, x, rows, [&](int64_t row, int64_t block, const Sixteen *found) {
         put<false>(b.qkv, block, found[0], qkv + row * columns);
       });
       wait(t);
-      adapt<W, true>(b.to_qkv, x + first * width, count, qkv + first * columns, columns);
-      each([&](int64_t row) {
+      for (int64_t row = own.begin; row < own.end; row++) {
         const float *cosines = r.rotary + r.positions[row] * 2 * dim;
         for (int64_t head = 0; head < turned; head++) {
           float *at = qkv + row * columns + head * dim;
@@ -179,7 +174,7 @@ static void compute(const Model &m, const Rows &r, Attend<W> attend) {
           copy(key, dim, keys + place);
           copy(key + m.kv_heads * dim, dim, values + place);
         }
-      });
+      }
       wait(t);
       // In turns: of a prompt's rows each sees more than the one before.
       for (int64_t i = t.number; i < rows * m.kv_heads; i += t.threads) {
@@ -189,18 +184,14 @@ static void compute(const Model &m, const Rows &r, Attend<W> attend) {
         copy(found.data(), group * dim, out + row * outer + head * group * dim);
       }
       wait(t);
-      product<W>(t, b.o, 1, out, rows, [&](int64_t row, int64_t block, const Sixteen *found) {
+      product<W>(t, b.o, b.to_o, r.plain, 1, out, rows, [&](int64_t row, int64_t block, const Sixteen *found) {
         put<true>(b.o, block, found[0], hidden + row * m.width);
       });
       wait(t);
-      adapt<W, true>(b.to_o, out + first * outer, count, hidden + first * m.width, m.width);
-      each([&](int64_t row) {
+      for (int64_t row = own.begin; row < own.end; row++)
         normalise(hidden + row * m.width, b.before_mlp, m.width, width, m.eps, x + row * width);
-      });
-      float *more = gates_and_ups.data() + part.begin * outputs;
-      adapt<W, false>(b.to_gate_up, x + first * width, count, more, outputs);
       wait(t);
-      product<W>(t, b.gate_up, 2, x, rows, [&](int64_t row, int64_t block, const Sixteen *found) {
+      product<W>(t, b.gate_up, b.to_gate_up, r.plain, 2, x, rows, [&](int64_t row, int64_t block, const Sixteen *found) {
         float gates[LANES], ups[LANES];
         std::memcpy(gates, &found[0], sizeof(gates));
         std::memcpy(ups, &found[1], sizeof(ups));
@@ -208,21 +199,15 @@ static void compute(const Model &m, const Rows &r, Attend<W> attend) {
           const float *bias = b.gate_up.bias + block * LANES;
           for (int i = 0; i < LANES; i++) gates[i] += bias[i], ups[i] += bias[LANES + i];
         }
-        if (row >= r.plain && b.to_gate_up.a.weight) {
-          const float *its = gates_and_ups.data() + (row - r.plain) * outputs + block * LANES;
-          for (int i = 0; i < LANES; i++) gates[i] += its[i], ups[i] += its[LANES + i];
-        }
         for (int i = 0; i < LANES; i += WIDTH)
           store(mlp + row * inner + block / 2 * LANES + i, gated(load(gates + i), load(ups + i)));
       });
       wait(t);
-      product<W>(t, b.down, 1, mlp, rows, [&](int64_t row, int64_t block, const Sixteen *found) {
+      product<W>(t, b.down, b.to_down, r.plain, 1, mlp, rows, [&](int64_t row, int64_t block, const Sixteen *found) {
         put<true>(b.down, block, found[0], hidden + row * m.width);
       });
       wait(t);
-      adapt<W, true>(b.to_down, mlp + first * inner, count, hidden + first * m.width, m.width);
     }
-    if (adapted) wait(t);
     const Part reading = t.part(r.reads);
     for (int64_t i = reading.begin; i < reading.end; i++)
       normalise(hidden + r.read[i] * m.width, m.last_norm, m.width, width, m.eps, x + i * width);

@@ -48,7 +48,7 @@ CPU_MAX_ROWS = 256
 """On a CPU windows of 16 are worth their rows up to about 16 requests in flight; with more, rows of
 wide windows cost more than their tokens save (benchmarks/max_rows.py). Of models that lie in the
 caches, where a forward costs more than its rows."""
-CPU_MAX_ROWS_OF_LARGE = 8
+CPU_MAX_ROWS_OF_LARGE = 4
 """Of models whose weights are read from memory in every forward: that many rows cost little more
 than one, and the next ones their arithmetic."""
 LARGE = 64 << 20  # bytes of weights, about what the caches of a CPU hold
