@@ -61,6 +61,6 @@ def test_the_folders_that_the_readme_names_exist():
         assert (ROOT / folder).is_dir(), folder
 
 
-def test_the_bundled_models_fit_in_60_megabytes():
+def test_the_bundled_models_fit_in_70_megabytes():
     files = [p for p in (ROOT / "d2f" / "models").rglob("*") if p.is_file()]
-    assert sum(p.stat().st_size for p in files) < 60e6
+    assert sum(p.stat().st_size for p in files) < 70e6
