@@ -140,6 +140,11 @@ def load(
         whole = _load_backbone(outline, number, torch.device("cpu"))
         adapted = DiffusionModel(whole, outline.base_contract, path=outline.path)
         attach(adapted, outline.adapter)
+        if adapted.gate is not None:
+            raise InputError(
+                "tensor_parallel: a self-drafting adapter stays beside the weights, and goes onto "
+                "no model in parts"
+            )
         merge_into_parts(model, adapted)
     elif outline.adapter is not None:
         attach(model, outline.adapter)

@@ -10,8 +10,10 @@ from tiny import fresh_model, random_model, tokenizer
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from d2f import attention
+from d2f.adapters import new_lora
 from d2f.families import get_family
 from d2f.model import DiffusionModel
+from distill.objectives.self_draft import make_self_drafting
 
 
 @cache
@@ -68,3 +70,20 @@ def _of_family(name: str, backbone: torch.nn.Module, **contract: object) -> Diff
         **contract,
     )
     return DiffusionModel(backbone, made, tokenizer=tokenizer())
+
+
+LAYERS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
+
+
+def drafting(drafts: int = 3, dtype: torch.dtype = torch.float32, targets=LAYERS) -> DiffusionModel:
+    """The random causal model with an adapter that is not 0."""
+    model = fresh_model("causal")
+    new_lora(model, r=3, alpha=6, dropout=0.0, targets=targets)
+    torch.manual_seed(1)
+    for name, parameter in model.backbone.named_parameters():
+        if "lora_B" in name:
+            torch.nn.init.normal_(parameter, std=0.1)
+    make_self_drafting(model)
+    model.contract = replace(model.contract, objective="self_draft", block_size=drafts)
+    model.backbone.to(dtype).eval()
+    return model

@@ -9,7 +9,7 @@ from functools import cache
 
 import numpy as np
 import torch
-from block_tiny import sdar, student, wedlm
+from block_tiny import drafting, sdar, student, wedlm
 from hypothesis import strategies as st
 from tiny import POISON, random_model
 
@@ -52,6 +52,10 @@ WINDOW = (
     decode.WeDLM(5, 1.5, verify="ar", max_new_tokens=N),
     decode.WeDLM(5, 0.6, max_new_tokens=N, temperature=1.0),
 )
+DRAFTING = (
+    decode.SelfDraft(rows=6, max_new_tokens=N),
+    decode.SelfDraft(rows=9, placement="quadratic", max_new_tokens=N, temperature=1.0, seed=7),
+)
 KINDS = {
     "llada": (lambda: random_model("llada"), D2F + BLOCKWISE),
     "dream": (lambda: random_model("dream"), D2F + BLOCKWISE),
@@ -60,6 +64,7 @@ KINDS = {
     "sdar": (lambda: sdar(4, 0), BLOCKWISE + BLOCK),
     "wedlm": (lambda: wedlm(True, 0), WINDOW + CAUSAL),
     "causal": (lambda: random_model("causal"), CAUSAL),
+    "self-drafting": (drafting, DRAFTING + CAUSAL),
 }
 
 

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 
 import numpy as np
 import pytest
 import torch
+from block_tiny import LAYERS as ALL
+from block_tiny import drafting
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tiny import fresh_model, random_model
@@ -26,24 +29,7 @@ from distill.config import parse_config
 from distill.data.samples import Placed, Sample
 from distill.objectives.self_draft import SelfDraft, make_self_drafting
 
-ALL = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 PROMPTS = [[8 + (7 * i + j) % 200 for j in range(3 + 9 * i)] for i in range(4)]
-
-
-def drafting(
-    drafts: int = 3, dtype: torch.dtype = torch.float32, targets=ALL
-) -> d2f.model.DiffusionModel:
-    """The random causal model with an adapter that is not 0."""
-    model = fresh_model("causal")
-    new_lora(model, r=3, alpha=6, dropout=0.0, targets=targets)
-    torch.manual_seed(1)
-    for name, parameter in model.backbone.named_parameters():
-        if "lora_B" in name:
-            torch.nn.init.normal_(parameter, std=0.1)
-    make_self_drafting(model)
-    model.contract = dataclasses.replace(model.contract, objective="self_draft", block_size=drafts)
-    model.backbone.to(dtype).eval()
-    return model
 
 
 @pytest.fixture(scope="module")
@@ -371,3 +357,42 @@ def test_a_diffusion_model_and_wrong_weights_are_refused():
         SelfDraft.check_model(random_model("llada"), None)
     with pytest.raises(InputError, match="one for each of the 3 drafts"):
         objective(random_model("causal"), weights=(1.0,))
+
+
+def test_from_prompts_to_a_resumed_training_to_decoding(tmp_path):
+    """The commands of docs/self-drafting.md, and a training that was stopped in between."""
+    from d2f.tasks import make_problems
+    from decode.batch import main as batch
+    from distill.config import read_config
+    from distill.trainer import train
+
+    prompts = tmp_path / "prompts.jsonl"
+    asked = [[{"role": "user", "content": p.question}] for p in make_problems("story", "train", 6)]
+    prompts.write_text("".join(json.dumps({"messages": m}) + "\n" for m in asked))
+    given = ["--model", "tiny-ar", "--input", str(prompts), "--max-new-tokens", "40"]
+    assert batch([*given, "--output", str(tmp_path / "answers")]) == 0
+
+    def run(name, **stop):
+        small = {
+            "init": "tiny-ar", "data.file": str(tmp_path / "answers" / "answers.jsonl"),
+            "output": str(tmp_path / name), "steps": "4", "data.rows": "2",
+            "data.row_length": "128", "mixed_precision": "no", "base_dtype": "float32",
+            "objective.lora.r": "4", "save_every": "2",
+        }  # fmt: skip
+        flags = [part for key, value in small.items() for part in (f"--{key}", value)]
+        return train(read_config("self-draft", flags), **stop)
+
+    run("whole")
+    run("parts", stop_after=2)
+    run("parts")
+    whole, parts = (tmp_path / name / "adapter" for name in ("whole", "parts"))
+    assert not (tmp_path / "whole" / "model").exists()
+    name = "adapter_model.safetensors"
+    assert (whole / name).read_bytes() == (parts / name).read_bytes()
+    ours = d2f.load(whole, device="cpu")
+    targets = {n.split(".")[-4] for n, _ in ours.backbone.named_parameters() if "lora_A" in n}
+    assert targets == set(ALL), "a rank of one's own leaves the layers as they are"
+    want = tokens(d2f.load("tiny-ar", device="cpu"), decode.Autoregressive(40), asked)
+    assert [
+        r.raw_tokens for r in decode.generate(ours, asked, decode.SelfDraft(max_new_tokens=40))
+    ] == want

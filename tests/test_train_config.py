@@ -80,7 +80,10 @@ def flat(path: Path) -> dict:
     return {"objective": name, **section, **beside, **values}
 
 
-@pytest.mark.parametrize("path", SHIPPED, ids=lambda path: path.stem)
+EARLIER = [path for path in SHIPPED if path.stem != "self-draft"]  # which is newer
+
+
+@pytest.mark.parametrize("path", EARLIER, ids=lambda path: path.stem)
 def test_a_file_of_an_earlier_version_is_the_same_run(path, tmp_path):
     (tmp_path / "flat.yaml").write_text(yaml.safe_dump(flat(path)))
     assert read_config(tmp_path / "flat.yaml") == read_config(path)
