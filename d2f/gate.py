@@ -22,7 +22,7 @@ from d2f.errors import CheckpointError
 
 
 class Gate:
-    """Multiply the adapter's part of every row by whether it is a draft row.
+    """Keep the adapter's part of draft rows, and take that of other rows away.
 
     rows: bool ``[B, T]`` of the forward that runs; None leaves the adapter as it is.
     """

@@ -246,9 +246,8 @@ class NativeRows:
         spans, rows = plan.spans[0], len(tokens)
         slots, plain = cache.slots, rows
         if self._gate is not None and bool((drafts := tokens == DRAFT).any()):
-            order = drafts.to(torch.uint8).argsort(
-                stable=True
-            )  # the adapter's rows behind the others
+            # The adapter's rows behind the others.
+            order = drafts.to(torch.uint8).argsort(stable=True)
             plain = rows - int(drafts.sum())
             read = torch.empty_like(order).scatter_(0, order, torch.arange(rows))[read]
             tokens = torch.where(drafts, self._gate.draft_id, tokens)

@@ -43,6 +43,7 @@ from decode.decoders.session import Session
 from decode.step import BlockView, Ints, Predictions, Step
 
 Placement = Literal["expected", "linear", "quadratic"]
+MOST_DRAFTS = 64  # of a contract that does not say how many were trained
 HOLDS = 0.5
 """Chance that a draft holds, before its own confidence is known."""
 ROW_AND_ROW = 0.5
@@ -226,6 +227,3 @@ class SelfDraftSession(Session):
         if drafts:
             views.append(BlockView(end, end + len(drafts), "fully active", drafts))
         return views
-
-
-MOST_DRAFTS = 64  # of a contract that does not say how many were trained
