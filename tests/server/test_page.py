@@ -396,3 +396,19 @@ def test_a_phone_shows_it_without_scrolling_sideways(browser, address):
         driver.page.keyboard.press("Control+Enter")
         driver.done()
         assert driver.overflow() <= 0
+
+
+def test_a_long_answer_scrolls_to_what_changed(browser, address):
+    with opened(browser, address, viewport={"width": 320, "height": 300}) as driver:
+        blocks = driver.pane(RIGHT).locator(".blocks")
+        blocks.evaluate("box => Object.assign(box.style, {minHeight: 0, maxHeight: '4rem'})")
+        driver.run(STORY)
+        assert blocks.evaluate("box => box.scrollHeight > box.clientHeight")
+        driver.go(1)
+        driver.page.keyboard.press("End")
+        expect(driver.page.locator("#place")).to_have_text(re.compile(r"Forward (\d+) of \1$"))
+        assert blocks.evaluate("""box => {
+          const { top, bottom } = [...box.querySelectorAll(".fresh")].at(-1).getBoundingClientRect();
+          const own = box.getBoundingClientRect();
+          return own.top <= top && bottom <= own.bottom;
+        }""")

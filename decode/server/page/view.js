@@ -28,6 +28,16 @@ export function draw(pane, run, cursor, scale) {
   find("figcaption").replaceChildren(...captionOf(frame, scale));
   const over = run.state !== "running" && count === run.frames.length;
   find(".text").textContent = over ? run.text : (frame?.text ?? "");
+  find(".text").scrollTop = find(".text").scrollHeight;
+  follow(find(".blocks"));
+}
+
+/** Scroll the blocks so that the last cell that changed is in view. */
+function follow(box) {
+  const changed = [...box.querySelectorAll(".fresh, .revoked")].at(-1)?.getBoundingClientRect();
+  const { top, bottom } = box.getBoundingClientRect();
+  if (changed?.bottom > bottom) box.scrollTop += changed.bottom - bottom + 8;
+  else if (changed?.top < top) box.scrollTop -= top - changed.top + 24;
 }
 
 function stateOf(run, count) {
