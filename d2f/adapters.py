@@ -29,9 +29,8 @@ from d2f.checkpoint import (
 from d2f.contract import Contract
 from d2f.errors import CheckpointError, UnverifiedBaseWarning, did_you_mean
 from d2f.families import FAMILIES, Family, check_ids
-from d2f.gate import Gate
 from d2f.models import resolve
-from d2f.parts import ModelParts
+from d2f.parts import Gate, ModelParts
 from d2f.quiet import quiet
 
 _PREFIX = "base_model.model."  # PEFT's wrappers, which its files put before every weight's name

@@ -12,7 +12,7 @@ import d2f
 import decode
 from d2f import quantize
 from d2f.adapters import new_lora
-from d2f.cpu.rows import fits
+from d2f.cpu import fits
 from d2f.errors import CheckpointError, InputError
 from d2f.quantize import check_quantize, slowness, torchao_config
 from d2f.saving import save_model

@@ -23,7 +23,6 @@ from d2f.attention import SpanPlan
 from d2f.cache import SlotCache
 from d2f.compile import CompiledRows
 from d2f.convert import build
-from d2f.cpu import rows as native
 from d2f.cpu import scored
 from decode.engine.batch import (
     PredictionRequest,
@@ -86,12 +85,12 @@ def library(request):
     """The code as it is compiled for this CPU, and for older ones."""
     from torch._inductor.codecache import CppCodeCache
 
-    real = native.library()
+    real = cpu.library()
     with pytest.MonkeyPatch.context() as patch:
         if OLDER[request.param]:
             flags = ("-ffp-contract=fast", *OLDER[request.param])
-            older = CppCodeCache.load(native.source(), "cpu", extra_flags=flags)
-            patch.setattr(native, "library", lambda: older)
+            older = CppCodeCache.load(cpu.source(), "cpu", extra_flags=flags)
+            patch.setattr(cpu, "library", lambda: older)
             assert older is not real
         yield
 
@@ -100,9 +99,9 @@ def library(request):
 def forwards(request, library):
     """The backbone, its forward in C++, the same in bf16, and the backbone in fp64."""
     backbone = BACKBONES[request.param]()
-    assert native.fits(backbone)
+    assert cpu.fits(backbone)
     rounded = copy.deepcopy(backbone).to(torch.bfloat16)
-    return backbone, native.NativeRows(backbone), native.NativeRows(rounded), rounded
+    return backbone, cpu.NativeRows(backbone), cpu.NativeRows(rounded), rounded
 
 
 @st.composite
@@ -263,7 +262,7 @@ def _replaced():
     _hooked, _replaced,
 ])  # fmt: skip
 def test_a_model_of_another_kind_is_left_to_torch_compile(make):
-    assert not native.fits(make().backbone)
+    assert not cpu.fits(make().backbone)
 
 
 @pytest.mark.parametrize("told", ["0", None])
@@ -271,7 +270,7 @@ def test_without_it_torch_compile_gives_the_tokens(told, monkeypatch):
     def broken():
         raise OSError("no such file: g++")
 
-    monkeypatch.setattr(native, "library", broken)
+    monkeypatch.setattr(cpu, "library", broken)
     if told is not None:
         monkeypatch.setenv("D2F_KERNELS", told)
     model = fresh_model("causal")
@@ -291,9 +290,9 @@ def test_without_it_torch_compile_gives_the_tokens(told, monkeypatch):
 
 def test_code_that_computes_something_else_is_not_used(monkeypatch):
     model = fresh_model("llada", seed=5)
-    angles = native.NativeRows._angles
+    angles = cpu.NativeRows._angles
     monkeypatch.setattr(
-        native.NativeRows, "_angles", lambda self, n: angles(self, n).flip(1).contiguous()
+        cpu.NativeRows, "_angles", lambda self, n: angles(self, n).flip(1).contiguous()
     )
     with pytest.warns(RuntimeWarning, match="logits .* differ"):
         assert cpu.compiled_rows(model.backbone, model.new_cache) is None

@@ -15,14 +15,16 @@ from transformers import PretrainedConfig, PreTrainedTokenizerBase
 from d2f.contract import PROMPT_RULES, Contract
 from d2f.errors import CheckpointError, not_one_of
 from d2f.families.family import Family, check_complete
+from d2f.quiet import quiet
 
 
 def find_families() -> dict[str, Family]:
     """Import the files of this folder; return families by name, those whose prompts see most
     first."""
-    modules = [
-        import_module(f"{__name__}.{found.name}") for found in pkgutil.iter_modules(__path__)
-    ]
+    with quiet():  # transformers' models import torchao where it is installed, which says much
+        modules = [
+            import_module(f"{__name__}.{one.name}") for one in pkgutil.iter_modules(__path__)
+        ]
     families = [module.FAMILY for module in modules if hasattr(module, "FAMILY")]
     families.sort(key=lambda f: (PROMPT_RULES.index(f.prompt_rule), f.logit_shift, f.name))
     return {family.name: family for family in families}
