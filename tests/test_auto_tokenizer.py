@@ -12,9 +12,10 @@ from tiny import random_model
 from transformers import AutoTokenizer
 
 from d2f import models
-from d2f.loading import load, load_tokenizer
-from d2f.saving import CODE, save_model, save_official
+from d2f.loading import load
+from d2f.saving import save_model, save_official
 from d2f.tasks import TASKS, make_problem
+from d2f.tokenizer import CODE, load_tokenizer
 
 ROOT = Path(__file__).parent.parent
 VLLM = ROOT / ".venv-vllm" / "bin" / "python"  # `make vllm`

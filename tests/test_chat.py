@@ -4,10 +4,11 @@ import shutil
 
 import pytest
 
-from d2f import chat, load
+from d2f import load
+from d2f import tokenizer as chat
 from d2f.errors import InputError
-from d2f.loading import load_tokenizer
 from d2f.models import HERE, names
+from d2f.tokenizer import load_tokenizer
 from decode.engine.prompts import encode
 
 MESSAGES = [

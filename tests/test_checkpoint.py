@@ -17,8 +17,9 @@ from transformers import LlamaForCausalLM, Qwen2ForCausalLM, Qwen2Tokenizer
 import d2f.attention
 from d2f import models
 from d2f import spans as sp
-from d2f.loading import load, load_tokenizer
+from d2f.loading import load
 from d2f.saving import save_model
+from d2f.tokenizer import load_tokenizer
 
 FAMILIES = ["llada", "dream"]
 MASKS = ["bidirectional", "block_causal_8"]

@@ -16,9 +16,10 @@ from tiny import random_model
 import d2f.checkpoint
 from d2f.checkpoint import fingerprint, folder_of
 from d2f.errors import CheckpointError, InputError
-from d2f.loading import describe, load, load_tokenizer
+from d2f.loading import describe, load
 from d2f.models import HERE
 from d2f.saving import save_model
+from d2f.tokenizer import load_tokenizer
 from decode.compare.config import Transformers
 from decode.compare.local import TransformersRunner
 

@@ -69,7 +69,7 @@ FAMILY = Family(
         r"^net\.norm": "model.norm",
         "^head": "lm_head",
     },
-    reads=("width", "inner", "depth", "heads", "kv_heads", "length", "theta", "vocab_size"),
+    knows=("width", "inner", "depth", "heads", "kv_heads", "length", "theta", "vocab_size"),
     logit_shift=1, rope_fp32=True, prompt_rule="bidirectional", end_tokens=("<|user|>",),
     scratch=MistralForCausalLM, starts=("llama",), official_config=official_config,
 )

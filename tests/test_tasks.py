@@ -9,7 +9,6 @@ from hypothesis import strategies as st
 from transformers import AutoTokenizer
 
 from d2f import models
-from d2f.loading import load_tokenizer
 from d2f.tasks import (
     DEFAULT_TASKS,
     SPLITS,
@@ -22,6 +21,7 @@ from d2f.tasks import (
 )
 from d2f.tasks.task import RESPONSE_LENGTH
 from d2f.tasks.tokenizer import SPECIAL_TOKENS, main, train_tokenizer
+from d2f.tokenizer import load_tokenizer
 
 repeatable = settings(derandomize=True, deadline=None)
 problems = st.builds(

@@ -96,9 +96,9 @@ def published_contract(
     """Make the contract of an official checkpoint, which has none, from its family, the fields of
     its config.json (`raw`), its tokenizer and its name; return it and what had to be supposed.
 
-    strict: a mask of a plain causal model is an error. given: fields that the caller sets
-    instead. Raises CheckpointError for fields of
-    the wrong type, and where a mask id is needed and nothing names it.
+    strict: a mask of a plain causal model is an error. given: fields that the caller sets instead.
+    Raises CheckpointError for fields of the wrong type, and where a mask id is needed and nothing
+    names it.
     """
     vocabulary = {} if tokenizer is None else tokenizer.get_vocab()
     given, supposed = given or {}, []
@@ -189,11 +189,9 @@ def check_ids(place: str, contract: Contract, vocabulary: int) -> None:
             f"{place}: the mask id must not be one of the end ids {list(contract.end_ids)}, "
             f"got {mask}"
         )
-    one = {"mask_id": mask, "draft_id": contract.draft_id}
-    listed = {name: () if value is None else (value,) for name, value in one.items()}
-    for name, ids in (*listed.items(), ("end_ids", contract.end_ids)):
-        for i in ids:
-            if not 0 <= i < vocabulary:
-                raise CheckpointError(
-                    f"{place}: {name} must lie in the vocabulary [0, {vocabulary}), got {i}"
-                )
+    ids = [("mask_id", mask), ("draft_id", contract.draft_id)]
+    for name, i in (*ids, *(("end_ids", end) for end in contract.end_ids)):
+        if i is not None and not 0 <= i < vocabulary:
+            raise CheckpointError(
+                f"{place}: {name} must lie in the vocabulary [0, {vocabulary}), got {i}"
+            )

@@ -22,7 +22,7 @@ from d2f.errors import InputError
 Item = TypeVar("Item")
 Message = dict[str, Any]
 """`role` and `content`; a last one of the assistant's with `prefix` true is the beginning of the
-answer (as in Mistral's and DeepSeek's API), which `d2f.chat` leaves open."""
+answer (as in Mistral's and DeepSeek's API), which `d2f.tokenizer` leaves open."""
 
 
 @dataclass(frozen=True)
