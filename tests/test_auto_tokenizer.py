@@ -69,6 +69,7 @@ def test_a_saved_model_is_read_the_same_by_both(tmp_path, family, needs_code):
     where it is needed."""
     save_model(random_model(family), tmp_path / "a", dtype=torch.float32)
     again = load(tmp_path / "a")
+    assert again.tokenizer(TEXTS)["input_ids"] == random_model(family).tokenizer(TEXTS)["input_ids"]
     save_model(again, tmp_path / "b", dtype=torch.float32)
     if family != "causal":
         save_official(again, tmp_path / "c", dtype=torch.float32)
