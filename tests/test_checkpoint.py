@@ -4,20 +4,15 @@ To the last bit on a CPU that adds up as the one they were recorded on; elsewher
 rounding of fp32 lets two orders of the same sums come (`golden_facts.allowed`).
 """
 
-import json
-import shutil
-
 import pytest
 import torch
 from golden_facts import allowed, difference, official, run
 from safetensors.torch import load_file
-from transformers import LlamaForCausalLM, Qwen2ForCausalLM, Qwen2Tokenizer
+from transformers import LlamaForCausalLM, Qwen2ForCausalLM
 
 import d2f.attention
-from d2f import models
 from d2f import spans as sp
 from d2f.loading import load
-from d2f.tokenizer import load_tokenizer
 
 FAMILIES = ["llada", "dream"]
 MASKS = ["bidirectional", "block_causal_8"]
@@ -121,32 +116,3 @@ def test_precision_of_rope(golden, family, theta, dtype, monkeypatch):
         assert came.dtype == dtype
         assert not torch.equal(full, short), "the two must be told apart"
         assert torch.equal(came[:1], full if family == "llada" else short)
-
-
-@pytest.mark.parametrize("settings", [None, "{}"])
-def test_a_tokenizer_without_settings_cuts_text_as_its_file_says(tmp_path, settings):
-    """Not as the tokenizers of its model's type do."""
-    text = "Ann has 3 apples."
-    shutil.copytree(models.HERE / "tiny-d2f", tmp_path / "model")
-    expected = load_tokenizer(str(tmp_path / "model"))(text)["input_ids"]
-    (tmp_path / "model" / "tokenizer_config.json").unlink()
-    if settings is not None:
-        (tmp_path / "model" / "tokenizer_config.json").write_text(settings)
-    assert load_tokenizer(str(tmp_path / "model"))(text)["input_ids"] == expected
-
-
-def test_a_tokenizer_of_remote_code_is_read_as_its_familys(tmp_path):
-    """Dream's: Qwen2's files under a class that only the checkpoint's own code has."""
-    vocabulary = {letter: i for i, letter in enumerate("abcdefgh")}
-    vocabulary |= {"ab": 8, "<|mask|>": 9, "<|endoftext|>": 10}
-    end = dict.fromkeys(("eos_token", "pad_token", "unk_token"), "<|endoftext|>")
-    remote = {"AutoTokenizer": ["tokenization_dream.DreamTokenizer", None]}
-    settings = {"tokenizer_class": "DreamTokenizer", "auto_map": remote, "mask_token": "<|mask|>"}
-    (tmp_path / "vocab.json").write_text(json.dumps(vocabulary))
-    (tmp_path / "merges.txt").write_text("#version: 0.2\na b\n")
-    (tmp_path / "config.json").write_text(json.dumps({"model_type": "Dream"}))
-    (tmp_path / "tokenizer_config.json").write_text(json.dumps(settings | end))
-    tokenizer = load_tokenizer(str(tmp_path))
-    assert isinstance(tokenizer, Qwen2Tokenizer)
-    assert tokenizer("abab<|mask|>c")["input_ids"] == [8, 8, 9, 2]
-    assert tokenizer.mask_token_id == 9
