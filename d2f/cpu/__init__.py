@@ -110,8 +110,8 @@ def pack(weight: Tensor) -> Tensor:
 
 
 def _joined(parts: list[Tensor]) -> Tensor:
-    """Put weights or biases of layers with one input below each other; of two, which are a gate and
-    what it multiplies, a block of 16 outputs of the one, a block of the other, and so on."""
+    """Stack weights or biases of layers with one input. Of two, which are gate and up, blocks of 16
+    outputs alternate."""
     if len(parts) != 2:
         return torch.cat(parts)
     rows = [F.pad(part, (0, 0) * (part.dim() - 1) + (0, -len(part) % LANES)) for part in parts]
