@@ -105,7 +105,7 @@ class TaskFile(Section):
     """Most tokens of a response."""
     judge: Text | dict[str, Any]
     """A name, or a mapping of name and options: exact, numeric, choice, regex, math, contains,
-    python, or a function of your own as module:function."""
+    countdown, python, or a function of your own as module:function."""
 
     @field_validator("prompt", "reference", "example", "system", "gen_prefix")
     @classmethod
