@@ -321,7 +321,8 @@ def test_the_bundled_tokenizer_is_made_of_the_tasks_that_its_models_know():
     assert made.chat_template == bundled.chat_template
 
 
-def test_other_tasks_and_vocabulary_sizes(capsys, tmp_path):
+def test_other_tasks_and_vocabulary_sizes(capsys, tmp_path, monkeypatch):
+    monkeypatch.setattr("d2f.tasks.tokenizer.PROBLEMS_A_TASK", 300)
     made = train_tokenizer(1024, tasks=["story", "coding"])
     words = [made.decode([i]) for i in made("def rate(sizes):\n    for").input_ids]
     assert words == ["def", " rate", "(", "sizes", ")", ":", "\n", "    ", "for"]

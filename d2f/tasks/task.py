@@ -310,7 +310,7 @@ def draw_sudoku(rng: np.random.Generator) -> Draft:
     blanks = pick_integer(rng, MIN_BLANKS, MAX_BLANKS)
     grids = _solved_grids()
     while True:
-        solution = pick(rng, grids)
+        solution = grids[pick_integer(rng, 0, len(grids) - 1)]
         # Blanks at random, and another grid where they leave more than one solution: an answer is
         # compared with the one that is kept.
         order = rng.permutation(SIDE * SIDE)

@@ -7,11 +7,12 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from transformers import AutoTokenizer
 
-from d2f.tasks import TASKS, Problem, check, coding, make_problem, make_problems
+from d2f import models
+from d2f.tasks import Problem, check, coding, make_problem, make_problems
 from d2f.tasks.coding import Function, Refused
 from d2f.tasks.task import RESPONSE_LENGTH
-from d2f.tasks.tokenizer import train_tokenizer
 
 PARTS = (
     *coding.CUTS, *coding.ORDERS, *coding.STEPS, *coding.RESULTS, *coding.NUMBER_ENDS,
@@ -126,7 +127,7 @@ def test_there_are_enough_problems_and_every_part_comes_up():
 
 
 def test_responses_fit_and_are_several_blocks_long():
-    tokenizer = train_tokenizer(1024, tasks=TASKS)
+    tokenizer = AutoTokenizer.from_pretrained(models.HERE / "tiny-code-d2f")
     answers = [make_problem("coding", "train", index).answer for index in range(200)]
     lengths = sorted(len(tokenizer(answer).input_ids) + 1 for answer in answers)
     assert lengths[-1] <= RESPONSE_LENGTH["coding"]
