@@ -213,7 +213,7 @@ def test_columns_that_a_data_set_lacks_are_named(tmp_path):
     datasets.Dataset.from_list(ROWS).to_parquet(str(tmp_path / "a.parquet"))
     path = write(tmp_path, [], data="a.parquet", prompt="{{ problem }}")
     with pytest.raises(
-        InputError, match=r"a\.parquet has no column problem, it has question, answer"
+        InputError, match=r"a\.parquet, row .*'problem' is undefined, there are answer, question"
     ):
         find_task(path).problems("heldout", 1)
 
