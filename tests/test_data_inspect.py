@@ -18,7 +18,7 @@ import d2f
 from d2f.saving import save_model
 from distill.config import read_config
 from distill.data.__main__ import block_starts, describe, main
-from distill.data.stream import Plan, make_stream
+from distill.data.stream import Plan
 from distill.objectives import OBJECTIVES
 
 
@@ -45,7 +45,7 @@ def test_inspect_shows_what_the_objective_masks(d2f_config):
     config = read_config(d2f_config / "c.yaml")
     model = random_model("llada")
     made = OBJECTIVES["d2f"](model, config)
-    found = make_stream(config, model, tail=True)
+    found = made.stream()
     kept = [s for s in map(found.sample, range(10)) if s is not None][:2]
     shown = re.split(r"\nsample ", text)[1:]
     assert len(shown) == 2 and "\x1b" not in text
@@ -70,8 +70,8 @@ def test_inspect_shows_what_the_objective_masks(d2f_config):
 def test_blocks_begin_where_what_is_seen_grows(d2f_config, size):
     config = read_config(d2f_config / "c.yaml", ["--block_size", str(min(size, 60))])
     model = random_model("llada")
-    sample = make_stream(config, model, tail=True).sample(0)
     made = OBJECTIVES["d2f"](model, config)
+    sample = made.stream().sample(0)
     assert block_starts(sample, made) == list(range(0, len(sample.response), size))
     assert len(sample.response) > 4
     made.sample_spans = lambda sample: d2f.spans.causal(len(sample))

@@ -28,7 +28,7 @@ from d2f.errors import InputError
 from d2f.model import DiffusionModel
 from distill.config import Options, TrainConfig
 from distill.data.samples import Placed, Sample
-from distill.data.stream import Stream, hold_out, make_stream
+from distill.data.stream import Stream, hold_out
 
 Rows = list[list[Placed]]
 Ints = NDArray[np.int64]
@@ -126,8 +126,12 @@ class Objective(nn.Module):
 
     def stream(self) -> Stream:
         """Return the samples that it trains on, with those that are held out. Raises InputError."""
-        stream = make_stream(self.config, self.model, tail=self.tail)
-        stream.held_out = hold_out(self.config, stream)
+        model, config = self.model, self.config
+        assert model.tokenizer is not None
+        stream = Stream(
+            config.data, model.tokenizer, model.end_ids, config.seed, self.tail, model.mask_id
+        )
+        stream.held_out = hold_out(config, stream)
         return stream
 
     # A sample's noise, from (seed, sample index) and nothing else.
