@@ -20,7 +20,7 @@ from decode.cli import DecoderSettings
 from decode.decoders.d2f_session import D2FSession
 from decode.display import ShownProgress
 from distill import rollouts
-from distill.data.trajectories import Rollout, read_rollouts, tokenizer_hash
+from distill.objectives.wino_plus import Rollout, read_rollouts, tokenizer_hash
 from distill.rollouts import Trajectory, TrajectoryJob, collect, make_jobs
 
 WINO = {"block_size": 8, "tau1": 0.1, "tau2": 0.9}

@@ -129,8 +129,6 @@ class D2F(Objective):
 
     def __init__(self, model: DiffusionModel, config: TrainConfig):
         super().__init__(model, config)
-        assert isinstance(config.objective, D2FOptions)
-        self.options = config.objective
         path, sizes = self.options.noise.states, list(self.options.block_shares)
         self.states = None if path is None else read_states(path)
         if self.states is not None and not set(sizes) <= set(self.states.by_size):

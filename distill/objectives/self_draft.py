@@ -96,10 +96,9 @@ class SelfDraft(Objective):
     section, copies = SelfDraftOptions, 2
 
     def __init__(self, model: DiffusionModel, config: TrainConfig):
-        assert isinstance(config.objective, SelfDraftOptions) and model.tokenizer is not None
         make_self_drafting(model)
         super().__init__(model, config)
-        self.options, self.reads_teacher = config.objective, False  # clean rows of the same forward
+        self.reads_teacher = False  # its teacher is the clean rows of the same forward
         weights = self.options.weights or (1.0,) * self.options.drafts
         self.weights = np.array(weights) / max(weights)
 
