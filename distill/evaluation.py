@@ -152,14 +152,13 @@ def jobs(model: DiffusionModel, config: TrainConfig) -> list[tuple[Task, list[Pr
 
 @contextlib.contextmanager
 def undisturbed(model: DiffusionModel) -> Iterator[None]:
-    """Set modules to evaluation mode; restore their modes and torch's random state afterwards."""
+    """Decode without dropout; restore the mode and torch's random state afterwards."""
     network = model.adapter or model.backbone
-    modes = {module: module.training for module in network.modules()}
+    training = network.training
     devices = [model.device] if model.device.type == "cuda" else []
     with torch.random.fork_rng(devices=devices):
-        network.eval()  # no dropout while decoding
+        network.eval()
         try:
             yield
         finally:
-            for module, mode in modes.items():
-                module.training = mode
+            network.train(training)

@@ -248,23 +248,6 @@ def test_the_loss_is_its_definition(tmp_path, files, monkeypatch, family, decode
     assert (ours - theirs).abs().max() <= 1e-4 * theirs.abs().max()
 
 
-def test_only_masked_rows_reach_the_head(tmp_path, files):
-    made, rows = objective_of(tmp_path, files, "llada", "wino")
-    batch = made.batch(rows, slice(0, 8))
-    masked = sum(placed.sample.masked.sum() for row in rows for placed in row)
-    assert len(batch.rows) == masked
-    assert (batch.input_ids.flatten()[batch.rows] == made.model.mask_id).all()
-    seen: list[int] = []
-    head = made.model.backbone.lm_head
-    hook = head.register_forward_hook(lambda module, args, out: seen.append(len(args[0])))
-    made(batch).backward()
-    hook.remove()
-    chosen = written_out(made, rows)[1]
-    assert seen[0] == masked  # to choose the sets, without gradient
-    assert seen[1] == seen[2] == chosen[0] + chosen[1]  # A and R, again for the gradient
-    assert len(seen) == 3
-
-
 def test_the_loss_does_not_depend_on_the_processes(tmp_path, files):
     """One without samples has a loss of zero."""
     made, rows = objective_of(tmp_path, files, "dream", "d2f", **BLOCK_CAUSAL)
