@@ -5,9 +5,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import hashlib
 import importlib.util
-import json
 import shutil
 import warnings
 from collections.abc import Callable, Mapping, Sequence
@@ -50,7 +48,6 @@ from distill.sharding import is_sharded, read_weights, trained_parameters
 
 CARD = "README.md"
 MASK_TOKEN = "<|mask|>"
-_HASHED = 256  # samples
 _DTYPES = {"F16": "float16", "BF16": "bfloat16", "F32": "float32", "F64": "float64"}
 _EVALUATED = tuple(
     f"evaluation/{name}" for name in ("accuracy", "tokens_per_forward", "kl", "cross_entropy")
@@ -114,7 +111,6 @@ def card(
         ("command", "`d2f train --config config.yaml`"),
         ("starts from", config.init or "random weights"),
         ("data", data_name(config)),
-        (f"SHA-256 of the first {_HASHED} samples", f"`{samples_hash(stream)}`"),
         *([("held-out loss", stream.held_out.said)] if stream.held_out is not None else []),
         *((f"SHA-256 of {file.name}", f"`{file_digest(file)}`") for file in files),
         ("steps", f"{lines[-1]['step']:,}, {lines[-1]['samples']:,} samples"),
@@ -147,16 +143,6 @@ def data_name(config: TrainConfig) -> str:
     if config.data.tasks is not None:
         return f"generated {', '.join(config.data.tasks)} problems, split train, seed {config.seed}"
     return Path(config.data.file or config.data.dataset or "").name
-
-
-def samples_hash(stream: Stream) -> str:
-    """Return the SHA-256 of the ids of the first samples as training sees them."""
-    digest = hashlib.sha256()
-    for index in range(_HASHED):
-        sample = stream.sample(index)
-        if sample is not None:  # left out
-            digest.update(json.dumps([sample.prompt, sample.response]).encode())
-    return digest.hexdigest()
 
 
 def prepare_model(

@@ -35,7 +35,6 @@ from distill.checkpoint import RunFolder, flat
 from distill.config import TrainConfig
 from distill.data.stream import fill_rows
 from distill.export import export_run, prepare_model
-from distill.heldout_loss import HeldoutLoss
 from distill.log import Log, Progress, draw_curve, result_text
 from distill.objectives import OBJECTIVES
 from distill.objectives.base import gathered
@@ -105,9 +104,7 @@ def train(config: TrainConfig, *, stop_after: int | None = None) -> Path:
     if eval_every:
         from distill.evaluation import Evaluator, evaluation_text
 
-        held_out = stream.held_out
-        measured = None if held_out is None else HeldoutLoss(objective, held_out)
-        evaluator = Evaluator(objective, measured, accelerator)
+        evaluator = Evaluator(objective, stream.held_out, accelerator)
 
     # Optimizer
     settings = config.optimizer

@@ -20,8 +20,7 @@ from d2f.adapters import new_lora
 from d2f.errors import InputError
 from d2f.model import DiffusionModel
 from distill.data.samples import HeldOut, Sample
-from distill.evaluation import undisturbed
-from distill.heldout_loss import HeldoutLoss, summary
+from distill.evaluation import HeldoutLoss, summary, undisturbed
 from distill.objectives import OBJECTIVES
 from distill.objectives.base import Objective
 from tests.references.shadowed import dense_logits

@@ -119,12 +119,6 @@ class Objective(nn.Module):
         """Return a warning to print before the run begins, None where there is nothing to doubt."""
         return None
 
-    @classmethod
-    def loss_bytes(cls, model: DiffusionModel, config: TrainConfig, reads: int) -> int:
-        """Return the memory of the loss on `reads` rows: logits as the head gives them, in fp32,
-        and one fp32 tensor computed of them."""
-        return reads * model.vocab_size * (logit_bytes(config) + 8)
-
     def stream(self) -> Stream:
         """Return the samples that it trains on, with those that are held out. Raises InputError."""
         model, config = self.model, self.config
@@ -321,11 +315,6 @@ def gathered(tensor: Tensor) -> Tensor:
         with deepspeed.zero.GatheredParameters([tensor]):
             return tensor.detach().clone()
     return tensor
-
-
-def logit_bytes(config: TrainConfig) -> int:
-    """Return the bytes of a logit as the head gives it."""
-    return 4 if config.mixed_precision == "no" else 2
 
 
 LOGITS_BYTES = 64 << 20  # of the fp32 logits that are there at a time
