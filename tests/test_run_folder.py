@@ -182,18 +182,6 @@ def test_a_folder_of_an_earlier_version_is_the_same_run(tmp_path):
         RunFolder(config)
 
 
-def test_a_configuration_or_record_that_is_damaged_is_said(tmp_path):
-    config = run_settings(tmp_path, TASKS)
-    begun(config)
-    (tmp_path / "run.json").write_text("[]")
-    with pytest.raises(InputError, match=r"run\.json must be a JSON object"):
-        RunFolder(config)
-    (tmp_path / "run.json").unlink()
-    (tmp_path / "config.yaml").write_text("[1, 2")
-    with pytest.raises(InputError, match=r"config\.yaml does not say which .*: put it back"):
-        RunFolder(config)
-
-
 def test_an_output_that_cannot_be_made_is_known_before_any_work(tmp_path, monkeypatch):
     (tmp_path / "file").write_text("")
     monkeypatch.setattr("distill.trainer.prepare_model", None)
@@ -247,8 +235,7 @@ def test_a_resume_refuses_an_input_that_changed(tmp_path):
 
 
 def test_the_same_data_by_another_path_is_the_same_run(tmp_path, monkeypatch):
-    """Relative, absolute, through a link, and moved elsewhere: what counts is the content. Of hub
-    names no content is known, and the name counts."""
+    """Relative, absolute, through a link, and moved elsewhere: what counts is the content."""
     monkeypatch.chdir(tmp_path)
     Path("data").mkdir()
     Path("data/d.jsonl").write_text(ROWS)
@@ -269,13 +256,6 @@ def test_the_same_data_by_another_path_is_the_same_run(tmp_path, monkeypatch):
     Path("other.jsonl").write_text('{"prompt": "2+3?", "response": "6"}\n')
     with pytest.raises(InputError, match=r"data\.file: 'data/d\.jsonl' there, 'other\.jsonl' now"):
         RunFolder(run("other.jsonl"))
-    one, same, two = (
-        run_settings(tmp_path / "hub", {"dataset": name}) for name in ("one", "./one", "two")
-    )
-    begun(one)
-    RunFolder(same)
-    with pytest.raises(InputError, match=r"\(data.dataset: 'one' there, 'two' now\)"):
-        RunFolder(two)
 
 
 def test_digests_are_of_names_and_contents_but_not_of_caches(tmp_path):
@@ -323,11 +303,10 @@ def test_a_finished_run_says_so_and_loads_nothing(tmp_path, capsys, monkeypatch)
         train(settings(tmp_path, steps=5))
 
 
-@pytest.mark.parametrize("schedule", ["constant", "cosine"])
-def test_a_finished_run_goes_on_with_more_steps(tmp_path, capsys, schedule):
-    """At a constant rate it is the longer run to the bit. Of a cosine the new length holds from
-    there on, which is said once, in the record and on the card."""
-    optimizer = {"lr": 0.003, "warmup": 2, "schedule": schedule}
+def test_a_finished_run_goes_on_with_more_steps(tmp_path, capsys):
+    """At a constant rate it is the longer run to the bit. It is said once, in the record and on the
+    card."""
+    optimizer = {"lr": 0.003, "warmup": 2, "schedule": "constant"}
     long = settings(tmp_path / "run", steps=9, optimizer=optimizer)
     short = settings(tmp_path / "run", optimizer=optimizer)
     train(short, stop_after=3)
@@ -345,7 +324,7 @@ def test_a_finished_run_goes_on_with_more_steps(tmp_path, capsys, schedule):
     rates = [json.loads(line)["lr"] for line in (tmp_path / "run" / "log.jsonl").open()]
     assert rates[6:] == [learning_rate(long, step) for step in (6, 7, 8)] and len(rates) == 9
     train(settings(tmp_path / "whole", steps=9, optimizer=optimizer))
-    assert same(tmp_path / "run", tmp_path / "whole") == (schedule == "constant")
+    assert same(tmp_path / "run", tmp_path / "whole")
 
 
 # What a kill, a full disk or a damaged file leaves
@@ -408,8 +387,7 @@ def test_a_full_disk_keeps_what_was_there_and_the_same_command_goes_on(
     assert same(run, stopped / "whole")
 
 
-@pytest.mark.parametrize("often", [{"log_every": 1, "save_every": 6}, {"log_every": 9}])
-def test_a_folder_that_is_removed_under_way_is_said_in_a_line(tmp_path, monkeypatch, often):
+def test_a_folder_that_is_removed_under_way_is_said_in_a_line(tmp_path, monkeypatch):
     kind = OBJECTIVES["masked_diffusion"]
     plain, calls = kind.forward, iter(range(1, 9))
 
@@ -420,5 +398,5 @@ def test_a_folder_that_is_removed_under_way_is_said_in_a_line(tmp_path, monkeypa
 
     monkeypatch.setattr(kind, "forward", forward)
     with pytest.raises(InputError, match=r"/run/.* could not be written: .*No such file") as said:
-        train(settings(tmp_path / "run", **often))
+        train(settings(tmp_path / "run", log_every=9))
     assert "\n" not in str(said.value) and not (tmp_path / "run").exists()

@@ -142,12 +142,6 @@ def test_a_size_is_drawn_per_sample_by_its_share():
     assert objective(block_size=[8, 4, 8]).config.objective.block_shares == {8: 2 / 3, 4: 1 / 3}
 
 
-@pytest.mark.parametrize("size", [0, [], {"4": 0.0}])
-def test_a_bad_block_size_is_named(size):
-    with pytest.raises(InputError, match="block_size"):
-        settings(block_size=size)
-
-
 STATES = PipelineStates({4: [[1.0], [0.25, 1.0], [0, 0.5, 0.75], [0, 0, 1.0]]})
 
 

@@ -29,7 +29,6 @@ from distill.trainer import learning_rate
 ROOT = Path(__file__).parent.parent
 PUBLISHED = {
     "llada-8b-d2f": ("llada-8b", 8_015_581_184, 32 * 4 * 2 * 4096 * 32),
-    "llada-1.5-d2f": ("llada-8b", 8_015_581_184, 32 * 4 * 2 * 4096 * 32),
     "dream-7b-d2f": ("dream-7b", 7_615_616_512, 28 * 32 * (2 * 2 * 3584 + 2 * (3584 + 512))),
 }
 
