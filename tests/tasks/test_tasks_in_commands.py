@@ -139,7 +139,7 @@ def test_the_pipeline_decodes_it(task, capsys):
     "read",
     [
         lambda: compared("humaneval"),
-        lambda: parse_config({"evaluation": {"tasks": ["humaneval"]}}, "test"),
+        lambda: parse_config({"objective": "d2f", "evaluation": {"tasks": ["humaneval"]}}, "test"),
     ],
 )
 def test_a_configuration_too_must_allow_code_to_be_run(read, tmp_path, monkeypatch):
