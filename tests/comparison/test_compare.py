@@ -159,7 +159,8 @@ def test_the_report_says_what_a_reader_needs(finished):
     assert report.about["config"]["problems"] == 3 and report.about["cut_short"] is None
     for key in ("date", "device", "versions", "command", "baseline", "tokenizer"):
         assert report.about[key], key
-    figures = {f"{n}.{s}" for n in ("frontier", "forwards", "throughput") for s in ("png", "svg")}
+    names = [n + of for n in ("frontier", "forwards", "throughput") for of in ("", "-dark")]
+    figures = {f"{name}.{kind}" for name in names for kind in ("png", "svg")}
     files = {path.name for path in out.iterdir() if path.stat().st_size > 1000}
     assert {*figures, "report.md", "summary.json", "measurements.jsonl", "logs"} == files
 
