@@ -183,7 +183,7 @@ def styles_of(names: Sequence[str], *, dark: bool = False) -> dict[str, Style]:
     found: dict[str, Style] = {}
     taken: set[tuple[str, int]] = set()
     # First those with a shade of their own, then the plainest, which has the decoder's own colour.
-    for name in sorted(names, key=lambda name: (not fixed[name], kinds[name] and len(name))):
+    for name in sorted(names, key=lambda name: (not fixed[name], len(name) * bool(kinds[name]))):
         kind, shade = kinds[name], fixed[name] or 0
         if not kind:
             number = others.index(name)

@@ -92,3 +92,5 @@ def test_a_decoder_has_one_colour_in_all_figures():
         for entry in set(entries) & set(plain):
             assert colors.setdefault(entry, styles[entry]) == styles[entry], (name, entry)
     assert set(colors) == set(plain)
+    mixed = styles_of(["D2F one", "hf", "D2F", "remote", "D2F surer"])
+    assert mixed["D2F"].color == "#d1242f" and len({s.color for s in mixed.values()}) == 5

@@ -19,7 +19,7 @@ from d2f.errors import InputError
 from d2f.model import DiffusionModel
 from d2f.quantize import check_quantize
 from decode.cli import outline
-from decode.compare.client import NO_KEY, Client, Run, check_endpoint
+from decode.compare.client import NO_KEY, Client, check_endpoint
 from decode.compare.config import (
     Command,
     CompareConfig,
@@ -31,6 +31,7 @@ from decode.compare.config import (
     named,
 )
 from decode.compare.local import Worker, encode_all, prepare, tokenizer_of
+from decode.compare.results import Run
 from decode.compare.server import Server, check_command, check_python
 from decode.report import peak_bytes, reset_peak
 
@@ -149,7 +150,9 @@ def _served(
         ids = encoded[workload.name][:count]
         prompts = [tokenizer.decode(i) for i in ids] if entry.prompt_as == "text" else ids
         # Ask before each run: a server may start and end processes.
-        pids = [] if server is None else [server.pid, *_children(server.pid)]
+        pids = (
+            [] if server is None else [server.pid, *(child.pid for child in _children(server.pid))]
+        )
         reset_peak(pids)
         run = client.run(prompts, concurrency, workload.max_new_tokens, workload.stop)
         if server is None:
@@ -172,36 +175,30 @@ def _served(
 
 # Calm between two entries.
 
-EVERY = 0.1  # seconds
-IDLE = 0.02  # seconds of computing in so many that a server may take which waits for requests
 
-
-def wait_for_calm(most: float = 5.0) -> None:
+def wait_for_calm(most: float = 5.0, every: float = 0.1) -> None:
     """Wait, at most `most` seconds, until the processes that this one started compute no more: a
     server may go on for a while after its last answer, and the next entry's timed run, of a small
     model a quarter of a second, would be measured beside it."""
-    end = time.monotonic() + most
-    before = _computed()
+    end, before = time.monotonic() + most, _computed()
     while time.monotonic() < end:
-        time.sleep(EVERY)
-        now = _computed()
-        if now - before <= IDLE:
+        time.sleep(every)
+        before, last = _computed(), before
+        if before - last <= 0.02:  # a server that waits for requests computes a little
             return
-        before = now
 
 
-def _children(pid: int | None = None) -> list[int]:
+def _children(pid: int | None = None) -> list[psutil.Process]:
     """List a process's descendants, by default this one's."""
     with contextlib.suppress(psutil.NoSuchProcess):
-        return [child.pid for child in psutil.Process(pid).children(recursive=True)]
+        return psutil.Process(pid).children(recursive=True)
     return []
 
 
 def _computed() -> float:
     """Sum the CPU seconds of this process's descendants."""
     total = 0.0
-    for pid in _children():
+    for child in _children():
         with contextlib.suppress(psutil.NoSuchProcess):
-            times = psutil.Process(pid).cpu_times()
-            total += times.user + times.system
+            total += sum(child.cpu_times()[:2])
     return total

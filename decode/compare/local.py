@@ -27,8 +27,8 @@ from d2f.models import resolve
 from d2f.quiet import quiet
 from decode.api import stream
 from decode.cli import DecoderSettings
-from decode.compare.client import Answer, Run
 from decode.compare.config import Ours, Transformers, Workload, decoder_settings, named
+from decode.compare.results import Answer, Run
 from decode.decoders import Decoder, qualified_name
 from decode.engine.prompts import check, encode
 from decode.report import peak_bytes, reset_peak

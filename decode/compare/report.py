@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from d2f.files import write_beside
-from decode.compare.results import Record, Row, accuracies, failures, speeds_of
+from decode.compare.results import Row, Run, accuracies, failures, speeds_of
 from decode.report import markdown_table
 
 if TYPE_CHECKING:
@@ -31,11 +31,11 @@ class Report:
     failures: list[Row] = field(default_factory=list)
 
     @staticmethod
-    def of(about: dict[str, Any], records: Sequence[Record]) -> Report:
-        """Compute the results of records, in the order of the configuration's entries."""
+    def of(about: dict[str, Any], runs: Sequence[Run]) -> Report:
+        """Compute the results of runs, in the order of the configuration's entries."""
         series = {e["name"]: e.get("series") for e in about["config"]["entries"]}
         names = list(series)
-        ordered = sorted(records, key=lambda r: (r.concurrency, names.index(r.entry)))
+        ordered = sorted(runs, key=lambda r: (r.concurrency, names.index(r.entry)))
         found = accuracies(ordered, about["baseline"])
         return Report(about, speeds_of(ordered, series), found, failures(ordered))
 

@@ -12,17 +12,16 @@ import yaml
 
 import d2f
 import decode
-from benchmarks.tables import Summary
+from benchmarks import tables
 from d2f.errors import InputError
 from d2f.tasks import make_problems
 from decode.compare import entries, local
 from decode.compare.__main__ import main, measure, plan
-from decode.compare.client import Answer, Run
 from decode.compare.config import Transformers, identity, make_workloads, read_config
 from decode.compare.entries import wait_for_calm
 from decode.compare.local import Worker
 from decode.compare.report import Report
-from decode.compare.results import Record
+from decode.compare.results import Answer, Run
 from decode.display import ShownProgress
 from decode.ledger import Ledger
 from tests.comparison.conftest import make_fake_python
@@ -76,7 +75,7 @@ def load(folder):
 
 def records(folder):
     lines = map(json.loads, (folder / "out" / "measurements.jsonl").read_text().splitlines())
-    return [Record.from_json(run) for line in lines for run in line.get("runs", ())]
+    return [Run.from_json(run) for line in lines for run in line.get("runs", ())]
 
 
 class Here:
@@ -190,9 +189,9 @@ def test_done_again_it_measures_nothing(finished, capsys, monkeypatch):
     assert "entries.remote.url was" in capsys.readouterr().err
     assert (folder / "out" / "measurements.jsonl").read_bytes() == before
     monkeypatch.setattr("benchmarks.tables.RESULTS", folder)
-    summary = Summary.load("out")  # as the tables of the README read it
-    assert summary.workloads == ["story"] and summary.right("hf", "story")[1] == 4
-    assert list(summary.at("story", 2)) == NAMES and "torch" in summary.measured()
+    report = tables.load("out")  # as the tables of the README read it
+    assert report.workloads == ["story"] and tables.right(report, "hf", "story")[1] == 4
+    assert list(tables.speeds_at(report, "story", 2)) == NAMES
 
 
 # Failures.
