@@ -12,12 +12,14 @@ import re
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from statistics import mean
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from benchmarks import parser
 from decode.compare.report import Report, draw
-from decode.plots import Panel, Point, Series, save
 from decode.report import wilson
+
+if TYPE_CHECKING:
+    from decode.plots import Point, Series
 
 RESULTS = Path(__file__).parent / "results"
 PNG = (".png",)
@@ -33,6 +35,8 @@ def ablation(folder: Path) -> None:
     """Draw accuracy over tokens a forward, a column a task: a figure for each setting, with a row
     for each line of decodings and a curve for each variant; and, as untrained, a row for each model
     that was measured as it is, with a curve for each line of its decodings."""
+    from decode.plots import Panel, save
+
     summary = _read(folder / "summary.json")
     config, rows = summary["config"], summary.get("rows", [])
     for run in summary.get("runs", ()):  # as benchmarks.ablation wrote them until November 2026
@@ -63,6 +67,8 @@ def ablation(folder: Path) -> None:
 
 def _curves(rows: Sequence[Row], key: str) -> list[Series]:
     """Make a curve for each value of `key`, through its decodings; the mean of their seeds."""
+    from decode.plots import Point, Series
+
     curves: dict[str, dict[str, list[Row]]] = {}
     for row in rows:
         curves.setdefault(row[key], {}).setdefault(row["decoding"], []).append(row)
@@ -85,6 +91,8 @@ def _curves(rows: Sequence[Row], key: str) -> list[Series]:
 
 def forward(folder: Path) -> None:
     """Draw milliseconds of a forward by its rows, for each precision."""
+    from decode.plots import Panel, Point, Series, save
+
     report, series = _read(folder / "report.json"), []
     for one in report["precisions"]:
         rows = [(row["rows"], row["ms"]) for row in one["forwards"]]
@@ -100,6 +108,8 @@ def forward(folder: Path) -> None:
 
 def load(folder: Path) -> None:
     """Draw tokens a second and the time to the first token, over the requests a second."""
+    from decode.plots import Panel, Point, Series, save
+
     lines = (folder / "load.jsonl").read_text(encoding="utf-8").splitlines()
     run, *rows = map(json.loads, lines)
     panels = []

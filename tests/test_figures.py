@@ -25,7 +25,8 @@ def panels():
     ]
 
 
-def test_the_same_points_give_the_same_files(tmp_path):
+def test_the_same_points_give_the_same_files(tmp_path, monkeypatch):
+    monkeypatch.setattr("decode.plots.DPI", 40)
     names = [f"{n}.{kind}" for n in ("a", "a-dark") for kind in ("png", "svg")]
     for folder in ("1", "2"):
         (tmp_path / folder).mkdir()
