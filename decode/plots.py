@@ -22,7 +22,6 @@ from matplotlib.axes import Axes
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.colors import to_hex, to_rgb
 from matplotlib.figure import Figure
-from matplotlib.transforms import Bbox
 from PIL import Image
 
 from d2f.files import write_beside, writing
@@ -301,7 +300,7 @@ def _place_labels(axes: Axes, panel: Panel, styles: dict[str, Style], ink: str) 
         if series.line and not free:  # the legend names the line
             text.remove()
             continue
-        text.set(position=room.data(box.min), ha="left", va="bottom")
+        text.set(position=room.data(box[0]), ha="left", va="bottom")
         room.boxes.append(box)
         if len(leader) > 4:  # else it is plain which point is meant
             room.take(leader)
@@ -310,51 +309,52 @@ def _place_labels(axes: Axes, panel: Panel, styles: dict[str, Style], ink: str) 
 
 
 class _Room:
-    """The room that is left on axes: squares that something is drawn in, and boxes of labels."""
+    """The room that is left on axes, in pixels from their lower left corner: squares that something
+    is drawn in, and the boxes of labels, [2, 2], each by its lower left and upper right."""
 
     def __init__(self, axes: Axes):
-        self.to_pixels, self.inside = axes.transData, axes.get_window_extent()
-        width, height = (int(side // CELL) + 2 for side in self.inside.size)
-        self.taken = np.zeros((width, height), dtype=bool)
-        self.boxes: list[Bbox] = []
+        box = axes.get_window_extent()
+        self.to_pixels, self.origin = axes.transData, np.array([box.x0, box.y0])
+        self.size = np.array([box.width, box.height])
+        self.taken = np.zeros(tuple((self.size // CELL).astype(int) + 2), dtype=bool)
+        self.boxes: list[Pixels] = []
 
     def pixels(self, point: tuple[float, float]) -> Pixels:
-        return np.asarray(self.to_pixels.transform(point))
+        return np.asarray(self.to_pixels.transform(point)) - self.origin
 
     def data(self, pixels: Pixels) -> tuple[float, float]:
-        x, y = self.to_pixels.inverted().transform(pixels)
+        x, y = self.to_pixels.inverted().transform(pixels + self.origin)
         return x, y
 
     def line(self, start: tuple[float, float], end: tuple[float, float]) -> Pixels:
         """Return pixels of a line between two points of the data."""
         return _samples(self.pixels(start), self.pixels(end))
 
-    def _squares(self, pixels: Pixels) -> tuple[Pixels, ...]:
-        squares = ((pixels - self.inside.min) // CELL).astype(int)
+    def _squares(self, pixels: Pixels) -> tuple[Any, ...]:
+        squares = (pixels // CELL).astype(int)
         return tuple(squares[((squares >= 0) & (squares < self.taken.shape)).all(-1)].T)
 
     def take(self, pixels: Any) -> None:
         self.taken[self._squares(np.asarray(pixels))] = True
 
-    def free_place(self, width: float, height: float, point: Pixels) -> tuple[Bbox, Pixels, bool]:
+    def free_place(self, width: float, height: float, point: Pixels) -> tuple[Pixels, Pixels, bool]:
         """Find the box of a label for a point, the pixels of the line that leads to it, and whether
         it covers nothing."""
-        best: tuple[float, Bbox, Pixels, bool] | None = None
+        half, margin = np.array([width, height]) / 2, np.array([[-4], [4]])
+        best: tuple[float, Pixels, Pixels, bool] | None = None
         for distance in (14, 22, 32, 44, 58, 76, 98, 124, 155, 190, 230):
             for shift in _RING:
-                x, y = point + shift * (distance + np.array([width, height]) / 2)
-                box = Bbox.from_bounds(x - width / 2, y - height / 2, width, height)
-                outside = (box.min < self.inside.min).any() or (box.max > self.inside.max).any()
-                low, high = ((e - self.inside.min) // CELL for e in (box.min - 4, box.max + 4))
-                (left, bottom), (right, top) = low.clip(0).astype(int), high.clip(0).astype(int) + 1
-                covers = self.taken[left:right, bottom:top].sum() + 100 * outside
-                covers += 100 * sum(box.padded(5).overlaps(other) for other in self.boxes)
-                leader = _samples(point, np.clip(point, box.min - 3, box.max + 3))[5:]
+                middle = point + shift * (distance + half)
+                low, high = box = np.array([middle - half, middle + half])
+                outside = bool((low < 0).any() or (high > self.size).any())
+                (left, right), (bottom, top) = ((box + margin) // CELL).clip(0).astype(int).T
+                covers = self.taken[left : right + 1, bottom : top + 1].sum() + 100 * outside
+                apart = ((low - 4 > b[1]).any() or (high + 4 < b[0]).any() for b in self.boxes)
+                covers += 100 * sum(not one for one in apart)
+                leader = _samples(point, point.clip(low - 3, high + 3))[5:]
                 crossed = self.taken[self._squares(leader)].sum() / 3
-                crossed += 3 * sum(
-                    ((other.min - 2 <= leader) & (leader <= other.max + 2)).all(-1).any()
-                    for other in self.boxes
-                )
+                through = (((b[0] - 2 < leader) & (leader < b[1] + 2)).all(-1) for b in self.boxes)
+                crossed += 3 * sum(bool(one.any()) for one in through)
                 cost = distance + 50 * covers + 15 * crossed
                 if best is None or cost < best[0]:
                     best = cost, box, leader, not covers

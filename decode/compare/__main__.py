@@ -86,7 +86,7 @@ def run(config: CompareConfig, command: str, *, verbose: bool = False) -> Report
     """
     require_extra("compare", "a comparison", "openai")
     from decode.compare.config import Endpoint, identity, make_workloads
-    from decode.compare.entries import check_entries, make_ready
+    from decode.compare.entries import make_ready, prepare_entries
     from decode.compare.local import tokenizer_of
 
     if config.figures:
@@ -98,7 +98,7 @@ def run(config: CompareConfig, command: str, *, verbose: bool = False) -> Report
         about = _about(config, command, config.tokenizer or own)
         counter = tokenizer_of(about["tokenizer"])
         workloads = make_workloads(config)
-        check_entries(config, workloads)
+        prepared = prepare_entries(config, workloads)
         give_notices(config.chosen)
         display = ShownProgress(standard_output(), "runs")
         path, run_of = folder / "measurements.jsonl", identity(config, workloads, about)
@@ -108,7 +108,7 @@ def run(config: CompareConfig, command: str, *, verbose: bool = False) -> Report
         try:
             if steps := plan(config, workloads, ledger.rows):
                 contestants = make_ready(
-                    config, workloads, folder / "logs", stack, verbose=verbose, say=display.say
+                    config, prepared, folder / "logs", stack, verbose=verbose, say=display.say
                 )
                 start = time.strftime("%Y-%m-%d %H:%M:%S %z")
                 facts = {name: contestant.facts for name, contestant in contestants.items()}

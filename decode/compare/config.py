@@ -461,9 +461,10 @@ def identity(
     found["prompts"] = _digest(json.dumps(prompts).encode())
     for entry in config.entries:
         found |= _flat(entry.model_dump(mode="json"), f"entries.{entry.name}.")
-        for task in config.chosen or (None,) if isinstance(entry, Ours) else ():
-            if path := options_file(entry, task.name if task else None):
-                found[f"content of {path}"] = _digest(Path(path).read_bytes())
+        if isinstance(entry, Ours):
+            for task in config.chosen or (None,):
+                if path := options_file(entry, task.name if task else None):
+                    found[f"content of {path}"] = _digest(Path(path).read_bytes())
         names = () if isinstance(entry, Endpoint) else (entry.model, getattr(entry, "adapter", ""))
         for name in filter(None, names):
             if (folder := Path(resolve(name))).is_dir():

@@ -1,4 +1,5 @@
-"""Make the entries of a comparison ready: a process with a model, or a server, and its prompts."""
+"""Make the entries of a comparison ready: their prompts, then a process with a model, or a
+server."""
 
 from __future__ import annotations
 
@@ -10,17 +11,18 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import psutil
 
 from d2f.device import parse_device, parse_dtype
 from d2f.errors import InputError
-from d2f.model import DiffusionModel
 from d2f.quantize import check_quantize
-from decode.cli import outline
+from decode.cli import DecoderSettings, outline
 from decode.compare.client import NO_KEY, Client, check_endpoint
 from decode.compare.config import (
+    AnyEntry,
     Command,
     CompareConfig,
     Endpoint,
@@ -28,11 +30,13 @@ from decode.compare.config import (
     Transformers,
     Vllm,
     Workload,
+    decoder_settings,
     named,
 )
-from decode.compare.local import Worker, encode_all, prepare, tokenizer_of
+from decode.compare.local import Prepared, Worker, tokenizer_of
 from decode.compare.results import Run
 from decode.compare.server import Server, check_command, check_python
+from decode.engine.prompts import check, encode
 from decode.report import peak_bytes, reset_peak
 
 DEATH_SECONDS = 2.0  # after a request has failed, in which its server may turn out to be dead
@@ -51,33 +55,61 @@ class Contestant:
     run: Callable[[Workload, int, int], Run]
 
 
-def check_entries(config: CompareConfig, workloads: list[Workload]) -> None:
-    """Raise InputError for an entry that cannot be started, or of ours that cannot decode a
-    workload, before any is started."""
-    # Models without weights, each built once however many entries use it.
-    shapes: dict[tuple[str | None, ...], DiffusionModel] = {}
+def prepare_entries(
+    config: CompareConfig, workloads: list[Workload]
+) -> dict[str, dict[str, Prepared]]:
+    """Check that each entry can be started and encode its prompts, before any is started; return
+    them by the names of entry and workload. Raises InputError."""
+    # Models without weights and tokenizers, each once however many entries use it.
+    outlines: dict[tuple[Any, ...], Any] = {}
+    found: dict[str, dict[str, Prepared]] = {}
     for entry in config.entries:
-        if isinstance(entry, Ours):
-            key = (entry.model, entry.adapter, entry.family)
-            with named(entry):
-                if key not in shapes:
-                    shapes[key] = outline(*key)
-                for workload in workloads:
-                    prepare(entry, workload, shapes[key])
-                if entry.quantize is not None:
-                    device = parse_device(entry.device)
-                    check_quantize(entry.quantize, device, parse_dtype(entry.dtype, device))
-        elif isinstance(entry, Vllm) and entry.shares is None:
+        if isinstance(entry, Vllm) and entry.shares is None:
             check_python(entry, entry.python or config.vllm_python)
         elif isinstance(entry, Command):
             check_command(entry)
         elif isinstance(entry, Endpoint):
             check_endpoint(entry.url.rstrip("/"), entry.model, _key(entry), config.limits)
+        with named(entry):
+            what = (
+                getattr(entry, key, None) for key in ("model", "adapter", "family", "tokenizer")
+            )
+            key = type(entry) is Ours, *what
+            if key not in outlines:
+                outlines[key] = _outline(entry)
+            found[entry.name] = {w.name: _prepare(entry, w, outlines[key]) for w in workloads}
+            if isinstance(entry, Ours) and entry.quantize is not None:
+                device = parse_device(entry.device)
+                check_quantize(entry.quantize, device, parse_dtype(entry.dtype, device))
+    return found
+
+
+def _outline(entry: AnyEntry) -> Any:
+    """Make what encodes an entry's prompts: a model without weights; of others' a tokenizer."""
+    if isinstance(entry, Ours):
+        return outline(entry.model, entry.adapter, entry.family)
+    name = entry.tokenizer if isinstance(entry, Endpoint) else entry.model
+    return SimpleNamespace(path=name, tokenizer=tokenizer_of(name))  # all that `encode` asks for
+
+
+def _prepare(entry: AnyEntry, workload: Workload, model: Any) -> Prepared:
+    """Encode each prompt: messages through the chat template, text and ids as they are; of an entry
+    of ours make its decoder, and check both."""
+    prompts = [encode(model, item.prompt, item.id, raw=True) for item in workload.items]
+    if not isinstance(entry, Ours):
+        return Prepared(workload, prompts)
+    chosen = decoder_settings(entry, workload.task)
+    settings = DecoderSettings(chosen.name, chosen.given | {"stop": workload.stop})
+    decoder = settings.decoder(model, workload.max_new_tokens)
+    decoder.check(model.contract)
+    for item, prompt in zip(workload.items, prompts, strict=True):
+        check(model, prompt, decoder, item.id)
+    return Prepared(workload, prompts, decoder)
 
 
 def make_ready(
     config: CompareConfig,
-    workloads: list[Workload],
+    prepared: dict[str, dict[str, Prepared]],
     logs: Path,
     stack: ExitStack,
     *,
@@ -99,8 +131,8 @@ def make_ready(
             if owner == entry.name:
                 # A process serves all entries that share its model; it learns of them at its start.
                 sharing = [e for e in config.entries if isinstance(e, Ours) and e.shares == owner]
-                started = Worker([entry, *sharing], workloads, verbose)
-                workers[owner] = stack.enter_context(started)
+                all_of_it = [(e, prepared[e.name]) for e in (entry, *sharing)]
+                workers[owner] = stack.enter_context(Worker(all_of_it, verbose))
             worker = workers[owner]
             run = partial(worker.run, entry.name)
             found[entry.name] = Contestant(worker.facts[entry.name], run)
@@ -113,11 +145,11 @@ def make_ready(
                 servers[owner] = stack.enter_context(server)
             server = servers[owner]
             client = Client(entry, f"{server.address}/v1", owner, config.limits, config.retries)
-            found[entry.name] = _served(client, entry.model, workloads, server)
+            found[entry.name] = _served(client, prepared[entry.name], entry.model, server)
         else:
             url, key = entry.url.rstrip("/"), _key(entry)
             client = Client(entry, url, entry.model, config.limits, config.retries, key)
-            found[entry.name] = _served(client, entry.tokenizer, workloads, None)
+            found[entry.name] = _served(client, prepared[entry.name], entry.tokenizer, None)
     return found
 
 
@@ -130,12 +162,12 @@ def _key(entry: Endpoint) -> str:
 
 
 def _served(
-    client: Client, model: str, workloads: list[Workload], server: Server | None
+    client: Client, prepared: dict[str, Prepared], model: str, server: Server | None
 ) -> Contestant:
-    """Make a server of ours, or an endpoint, a contestant: prompts are sent as the token ids, or
-    the text, that the model's own tokenizer and chat template give."""
-    entry, tokenizer = client.entry, tokenizer_of(model)
-    encoded = {w.name: encode_all(tokenizer, w, entry.name) for w in workloads}
+    """Make a server of ours, or an endpoint, a contestant: prompts are sent as ids, or as the text
+    that they are."""
+    entry = client.entry
+    tokenizer = tokenizer_of(model) if entry.prompt_as == "text" else None
     facts: dict[str, Any] = {"url": client.url, "stream": entry.stream}
     if server is not None:
         here = f"{Path.cwd()}{os.sep}"
@@ -147,8 +179,8 @@ def _served(
         }
 
     def run(workload: Workload, count: int, concurrency: int) -> Run:
-        ids = encoded[workload.name][:count]
-        prompts = [tokenizer.decode(i) for i in ids] if entry.prompt_as == "text" else ids
+        ids = prepared[workload.name].prompts[:count]
+        prompts = ids if tokenizer is None else [tokenizer.decode(i) for i in ids]
         # Ask before each run: a server may start and end processes.
         pids = (
             [] if server is None else [server.pid, *(child.pid for child in _children(server.pid))]

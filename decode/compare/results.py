@@ -102,8 +102,8 @@ def judge(
         right = False if answer.error and right is not None else right
         first = min(answer.first_tokens, tokens)
         answers.append(replace(answer, text=text, tokens=tokens, first_tokens=first, right=right))
-    level = {"concurrency": concurrency, "repetition": number}
-    return replace(run, answers=answers, entry=entry, workload=workload.name, **level)
+    judged = replace(run, answers=answers, entry=entry, workload=workload.name)
+    return replace(judged, concurrency=concurrency, repetition=number)
 
 
 def failures(runs: Sequence[Run]) -> list[Row]:

@@ -81,13 +81,13 @@ class Here:
     """A worker in this process: starting one takes seconds. Those of transformers stay as they
     are."""
 
-    def __new__(cls, entries, workloads, verbose):
-        if isinstance(entries[0], Transformers):
-            return Worker(entries, workloads, verbose)
+    def __new__(cls, entries, verbose):
+        if isinstance(entries[0][0], Transformers):
+            return Worker(entries, verbose)
         return super().__new__(cls)
 
-    def __init__(self, entries, workloads, verbose):
-        self.facts = local._load_runners(entries, workloads)
+    def __init__(self, entries, verbose):
+        self.facts = local._load_runners(entries)
 
     def run(self, name, workload, count, concurrency):
         return local._run(name, workload.name, count, concurrency)
