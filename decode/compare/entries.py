@@ -8,7 +8,7 @@ import os
 import time
 from collections.abc import Callable
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -36,6 +36,7 @@ from decode.compare.config import (
 from decode.compare.local import Prepared, Worker, tokenizer_of
 from decode.compare.results import Run
 from decode.compare.server import Server, check_command, check_python
+from decode.decoders import qualified_name
 from decode.engine.prompts import check, encode
 from decode.report import peak_bytes, reset_peak
 
@@ -47,12 +48,18 @@ class Contestant:
     """An entry that can be measured.
 
     facts: what the report says of it.
-    run: answers the first prompts of a workload, so many, at a concurrency. It raises InputError
-        where the entry itself has failed, not where a request has.
+    prepared: its prompts, by workload.
+    answer: answers prompts, so many at once. It raises InputError where the entry itself has
+        failed, not where a request has.
     """
 
     facts: dict[str, Any]
-    run: Callable[[Workload, int, int], Run]
+    prepared: dict[str, Prepared]
+    answer: Callable[[Prepared, int], Run]
+
+    def run(self, workload: Workload, count: int, concurrency: int) -> Run:
+        """Answer the first `count` prompts of a workload, `concurrency` at once."""
+        return self.answer(self.prepared[workload.name].first(count), concurrency)
 
 
 def prepare_entries(
@@ -131,11 +138,16 @@ def make_ready(
             if owner == entry.name:
                 # A process serves all entries that share its model; it learns of them at its start.
                 sharing = [e for e in config.entries if isinstance(e, Ours) and e.shares == owner]
-                all_of_it = [(e, prepared[e.name]) for e in (entry, *sharing)]
-                workers[owner] = stack.enter_context(Worker(all_of_it, verbose))
-            worker = workers[owner]
-            run = partial(worker.run, entry.name)
-            found[entry.name] = Contestant(worker.facts[entry.name], run)
+                workers[owner] = stack.enter_context(Worker([entry, *sharing], verbose))
+            worker, own = workers[owner], prepared[entry.name]
+            facts, decoders = worker.facts[entry.name], {k: v.decoder for k, v in own.items()}
+            if isinstance(entry, Ours):
+                facts["decoder"] = {
+                    name: {"decoder": qualified_name(type(decoder)), **asdict(decoder)}
+                    for name, decoder in decoders.items()
+                    if decoder is not None
+                }
+            found[entry.name] = Contestant(facts, own, partial(worker.run, entry.name))
         elif isinstance(entry, Vllm | Command):
             if owner == entry.name:
                 # A name of an entry may have what a file name may not.
@@ -178,8 +190,8 @@ def _served(
             "startup_seconds": round(server.startup_seconds, 1),
         }
 
-    def run(workload: Workload, count: int, concurrency: int) -> Run:
-        ids = prepared[workload.name].prompts[:count]
+    def serve(prepared: Prepared, concurrency: int) -> Run:
+        ids, workload = prepared.prompts, prepared.workload
         prompts = ids if tokenizer is None else [tokenizer.decode(i) for i in ids]
         # Ask before each run: a server may start and end processes.
         pids = (
@@ -202,7 +214,7 @@ def _served(
                     answer.rows = len(prompt) + answer.own_tokens - 1
         return run
 
-    return Contestant(facts, run)
+    return Contestant(facts, prepared, serve)
 
 
 # Calm between two entries.

@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import ExitStack
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +27,7 @@ from d2f.quiet import quiet
 from decode.api import stream
 from decode.compare.config import Ours, Transformers, Workload, named
 from decode.compare.results import Answer, Run
-from decode.decoders import Decoder, qualified_name
+from decode.decoders import Decoder
 from decode.report import peak_bytes, reset_peak
 from decode.step import Event
 
@@ -41,6 +41,10 @@ class Prepared:
     workload: Workload
     prompts: list[list[int]]
     decoder: Decoder | None = None
+
+    def first(self, count: int) -> Prepared:
+        """Return the same with the first prompts alone."""
+        return replace(self, prompts=self.prompts[:count])
 
 
 def tokenizer_of(name: str) -> Any:
@@ -66,36 +70,26 @@ class OursRunner:
     facts: what the report says of the entry.
     """
 
-    def __init__(
-        self, entry: Ours, prepared: dict[str, Prepared], model: DiffusionModel | None = None
-    ):
-        self.entry, self.prepared = entry, prepared
-        self.model = model or _load(entry)
+    def __init__(self, entry: Ours, model: DiffusionModel | None = None):
+        self.entry, self.model = entry, model or _load(entry)
         self.facts: dict[str, Any] = {
             **_machine(self.model.device, self.model.threads),
             "dtype": self.model.precision,
             "compiled": entry.compile,
-            "decoder": {
-                name: {"decoder": qualified_name(type(one.decoder)), **asdict(one.decoder)}
-                for name, one in prepared.items()
-                if one.decoder is not None
-            },
         }
 
-    def run(self, name: str, count: int, concurrency: int) -> Run:
-        """Answer the first `count` prompts of a workload, `concurrency` at any time as `Client`
-        does: a request counts as submitted when one before it is answered."""
-        prompts, decoder = self.prepared[name].prompts, self.prepared[name].decoder
-        batch = min(self.entry.batch_size or concurrency, concurrency)
-        assert decoder is not None
-        answers = [Answer(i) for i in range(min(count, len(prompts)))]
+    def run(self, prepared: Prepared, concurrency: int) -> Run:
+        """Answer prompts, `concurrency` at any time as `Client` does: a request counts as submitted
+        when one before it is answered."""
+        assert prepared.decoder is not None
+        answers = [Answer(i) for i in range(len(prepared.prompts))]
         waiting = iter(answers[concurrency:])
         began = time.perf_counter()
         events = stream(
             self.model,
-            prompts[:count],
-            decoder,
-            batch_size=batch,
+            prepared.prompts,
+            prepared.decoder,
+            batch_size=min(self.entry.batch_size or concurrency, concurrency),
             max_rows=self.entry.max_rows,
             views=False,
         )
@@ -163,7 +157,7 @@ class TransformersRunner:
     token is there after the first forward.
     """
 
-    def __init__(self, entry: Transformers, prepared: dict[str, Prepared]):
+    def __init__(self, entry: Transformers):
         import torch
         from transformers import AutoModelForCausalLM
 
@@ -185,17 +179,15 @@ class TransformersRunner:
         self.ends = list(ends) if isinstance(ends, list) else [] if ends is None else [ends]
         if not self.ends:
             raise InputError(f"entry {entry.name}: {entry.model} names no end token")
-        self.prepared = prepared
         self.facts: dict[str, Any] = {
             **_machine(self.device, torch.get_num_threads()),
             "dtype": str(dtype).removeprefix("torch."),
             "attention": self.model.config._attn_implementation,
         }
 
-    def run(self, name: str, count: int, concurrency: int) -> Run:
-        """Answer the first `count` prompts of a workload in batches of `concurrency`."""
-        prepared = self.prepared[name]
-        prompts = prepared.prompts[:count]
+    def run(self, prepared: Prepared, concurrency: int) -> Run:
+        """Answer prompts in batches of `concurrency`."""
+        prompts = prepared.prompts
         answers = [Answer(i) for i in range(len(prompts))]
         calls = 0
         began = time.perf_counter()
@@ -268,8 +260,8 @@ class Worker:
     say. Raises InputError where the process fails, in any method.
     """
 
-    def __init__(self, entries: Sequence[tuple[Local, dict[str, Prepared]]], verbose: bool = False):
-        self.name = entries[0][0].name
+    def __init__(self, entries: Sequence[Local], verbose: bool = False):
+        self.name = entries[0].name
         # Spawned: a forked process would begin with this one's pages in the memory that is
         # measured, and could not use CUDA where this one has.
         context = multiprocessing.get_context("spawn")
@@ -290,9 +282,9 @@ class Worker:
             process.kill()  # it may be in the middle of a run
         self._pool.shutdown(cancel_futures=True)
 
-    def run(self, name: str, workload: Workload, count: int, concurrency: int) -> Run:
-        """Answer the first prompts of a workload with the entry of that name."""
-        run: Run = self._ask(_run, name, workload.name, count, concurrency)
+    def run(self, name: str, prepared: Prepared, concurrency: int) -> Run:
+        """Answer prompts with the entry of that name."""
+        run: Run = self._ask(_run, name, prepared, concurrency)
         return run
 
     def _ask(self, function: Callable[..., Any], *arguments: Any) -> Any:
@@ -328,21 +320,19 @@ def _end_with_parent() -> None:
     os._exit(1)
 
 
-def _load_runners(
-    entries: Sequence[tuple[Local, dict[str, Prepared]]],
-) -> dict[str, dict[str, Any]]:
+def _load_runners(entries: Sequence[Local]) -> dict[str, dict[str, Any]]:
     model: DiffusionModel | None = None
-    for entry, prepared in entries:
+    for entry in entries:
         with named(entry):
             if isinstance(entry, Ours):
-                runner = _runners[entry.name] = OursRunner(entry, prepared, model)
+                runner = _runners[entry.name] = OursRunner(entry, model)
                 model = runner.model  # in memory once
             else:
-                _runners[entry.name] = TransformersRunner(entry, prepared)
+                _runners[entry.name] = TransformersRunner(entry)
     return {name: runner.facts for name, runner in _runners.items()}
 
 
-def _run(name: str, workload: str, count: int, concurrency: int) -> Run:
+def _run(name: str, prepared: Prepared, concurrency: int) -> Run:
     import torch
 
     runner = _runners[name]
@@ -352,6 +342,6 @@ def _run(name: str, workload: str, count: int, concurrency: int) -> Run:
         torch.cuda.reset_peak_memory_stats()
     else:
         reset_peak([os.getpid()])
-    run = runner.run(workload, count, concurrency)
+    run = runner.run(prepared, concurrency)
     run.peak_bytes = torch.cuda.max_memory_allocated() if cuda else peak_bytes([os.getpid()])
     return run

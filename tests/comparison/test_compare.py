@@ -82,15 +82,15 @@ class Here:
     are."""
 
     def __new__(cls, entries, verbose):
-        if isinstance(entries[0][0], Transformers):
+        if isinstance(entries[0], Transformers):
             return Worker(entries, verbose)
         return super().__new__(cls)
 
     def __init__(self, entries, verbose):
         self.facts = local._load_runners(entries)
 
-    def run(self, name, workload, count, concurrency):
-        return local._run(name, workload.name, count, concurrency)
+    def run(self, name, prepared, concurrency):
+        return local._run(name, prepared, concurrency)
 
     def __enter__(self):
         return self
