@@ -161,7 +161,8 @@ def draw(
                     handles.values(), handles, fontsize=8, frameon=False, handlelength=2.6, **place
                 )
         figure.suptitle(caption, fontsize=7.5, alpha=0.75)
-        figure.draw_without_rendering()  # labels are placed in pixels: the layout must be settled
+        figure.draw_without_rendering()
+        figure.set_layout_engine("none")  # labels are placed in pixels: the layout is settled
         for axes, panel in zip(grid.flat, panels, strict=True):
             _place_labels(axes, panel, styles_of(_names([panel]), dark=dark), ink)
     return figure
@@ -199,6 +200,8 @@ def _shade(color: str, number: int, dark: bool) -> str:
     """Mix a colour with white or black: the colour itself, lighter, darker, and further."""
     mixes = ((1.0, 0.0), (1.0, 0.35), (0.0, 0.45), (1.0, 0.55), (0.0, 0.7), (1.0, 0.7))
     toward, share = mixes[min(number, 5)]
+    if dark and not toward:  # near black it would not be seen
+        share *= 0.7
     mixed = np.asarray(to_rgb(color)) * (1 - share) + toward * share
     if dark:  # black becomes white; the others are seen on black once they are lighter
         mixed = 1 - mixed if color == COLORS["autoregressive"] else mixed * 0.75 + 0.25
