@@ -312,20 +312,19 @@ def confident(step: Step, first: int) -> Predictions:
     return Predictions(np.full(len(step.read), 9), confidence)
 
 
-@pytest.mark.parametrize("size", range(1, 65))
-def test_k_of_n_decoded_reach_a_threshold_of_k_nths(size):
+def test_k_of_n_decoded_reach_a_threshold_of_k_nths():
     """Appending and activating, for every k; and one token fewer does not reach it."""
-    for k in range(1, size):
-        share = k / size
-        decoder = decode.D2F(size, share, share, 0.5, max_new_tokens=2 * size)
-        session = decoder.begin([5], CONTRACT)
-        session.accept(confident(session.step(), k - 1))
-        session.step()
-        if k > 1:  # with none above the threshold one is forced
-            assert [block.state for block in session.blocks()] == ["fully active"]
-            session.accept(confident(session.step(), 1))
+    for size in range(1, 65):
+        for k in range(1, size):
+            decoder = decode.D2F(size, k / size, k / size, 0.5, max_new_tokens=2 * size)
+            session = decoder.begin([5], CONTRACT)
+            session.accept(confident(session.step(), k - 1))
             session.step()
-        assert [block.state for block in session.blocks()] == ["fully active", "fully active"]
+            if k > 1:  # with none above the threshold one is forced
+                assert [block.state for block in session.blocks()] == ["fully active"]
+                session.accept(confident(session.step(), 1))
+                session.step()
+            assert [block.state for block in session.blocks()] == ["fully active"] * 2
 
 
 def first_confidences(model, prompt, decoder) -> list[float]:

@@ -79,7 +79,7 @@ def in_pieces(feeding: Feed, data, compute) -> list:
     return got
 
 
-@settings(max_examples=200)
+@settings(max_examples=100)
 @given(steps())
 def test_the_cuts_are_those_that_the_rule_names(step):
     written = step.slots.tolist()
@@ -96,7 +96,7 @@ def test_the_cuts_are_those_that_the_rule_names(step):
     assert expected[-1] == len(written)
 
 
-@settings(max_examples=200)
+@settings(max_examples=100)
 @given(steps(), st.data())
 def test_what_is_cut_computes_what_the_whole_computes(step, data):
     whole, cut = Lists().layers, Lists().layers
@@ -170,7 +170,7 @@ def related(draw, first: Step):
     return Step(**rows, read=np.array(read, dtype=np.int64), cached=0)
 
 
-@settings(max_examples=300)
+@settings(max_examples=150)
 @given(st.data(), steps(), st.lists(steps(), max_size=2))
 def test_what_is_copied_is_what_feeding_it_would_leave(data, first, later):
     """Also after the source went on, with steps that write any of its slots."""

@@ -64,12 +64,11 @@ class WeDLM(Decoder):
     """Options of streaming decoding.
 
     window: slots W of the window. With verify the engine's `max_rows` bounds it, too.
-    refill: ``paper`` keeps W slots and none beyond max_new_tokens (a window without masks goes on
-        with the next one in the same forward); ``repository`` adds a mask for each slot that is
-        about to be committed, before it is, and goes on past max_new_tokens by up to W - 1
-        positions, which are then cut off; ``block``, the paper's ablation, leaves the window where
-        it is until all of it is filled, and commits it whole.
-    window_attention: what is committed is causal, also with ``bidirectional``.
+    refill: ``paper`` keeps W slots, none beyond max_new_tokens; a window without masks is followed
+        by the next one in the same forward. ``repository`` adds a mask for each slot before it is
+        committed, and goes up to W - 1 positions past max_new_tokens, which are cut off. ``block``,
+        the paper's ablation, moves the window only once all of it is filled, and commits it whole.
+    window_attention: committed slots are causal with ``bidirectional`` too.
     """
 
     name: ClassVar[str] = "wedlm"
