@@ -10,7 +10,7 @@ import pytest
 
 import d2f
 import decode
-from decode.decoders.d2f_session import D2FSession
+from decode.decoders.d2f import D2FSession
 
 GOLDEN = Path(__file__).parent / "golden"
 FAMILIES = ("llada", "dream")

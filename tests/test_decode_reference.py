@@ -19,7 +19,7 @@ from tiny import random_model, tokenizer
 import decode
 from d2f.model import DiffusionModel
 from decode.decoders import Decoder
-from decode.decoders.d2f_session import D2FSession
+from decode.decoders.d2f import D2FSession
 from decode.engine.engine import Engine
 from decode.engine.request import Request
 from tests.references.block import decode_block

@@ -193,7 +193,7 @@ def test_blockwise_feed_rows():
 PIPELINE = {"tau_add": 0.5, "tau_act": 1.0, "tau_conf": 0.9, "max_new_tokens": 4}
 
 
-def test_d2f_session_module():
+def test_d2f_module():
     session, _ = play(
         decode.D2F(2, **PIPELINE), CONTRACT,
         ({"states": ["fully active"], "tokens": [7, 8, M, M]}, [A], [0.95, 0.3]),

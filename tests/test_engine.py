@@ -138,13 +138,13 @@ def test_the_tokens_are_the_same_where_the_kernels_are_chosen(monkeypatch):
 
 
 def test_what_an_early_forward_raises_does_not_take_the_events_with_it(monkeypatch):
-    """It comes with the next call, and the one after that does the forward again."""
+    """The next call starts it again, and raises what is raised again."""
     model = fresh_model("llada")
     prompts, real, forwards = [[9, 10], [11, 12, 13]], model.decode_rows, []
 
     def decode_rows(*arguments):
         forwards.append(None)
-        if len(forwards) == 2:
+        if len(forwards) in (2, 3):
             raise MemoryError("too large")
         return real(*arguments)
 

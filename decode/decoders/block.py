@@ -17,7 +17,7 @@ is part of the first block that is decoded::
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import ClassVar, Literal
 
 import numpy as np
@@ -36,7 +36,7 @@ from decode.decoders.base import (
 )
 from decode.decoders.blockwise import BlockwiseSession, CachePolicy
 from decode.decoders.session import SDAR_BLOCK_SIZE, mask_kind
-from decode.step import Ints, Predictions
+from decode.step import BlockView, Ints, Predictions
 
 Reveal = Literal["static", "dynamic", "sequential"]
 Align = Literal["absolute", "prompt"]
@@ -157,6 +157,15 @@ class BlockSession(BlockwiseSession):
         if decoder.reveal == "dynamic" and len(above) >= count:
             return above
         return np.argsort(-confidence, kind="stable")[:count]
+
+    def blocks(self) -> list[BlockView]:
+        final = self.final - self.prompt_length
+        return [
+            replace(block, state="cached")
+            if block.state == "decoded" and block.end <= final
+            else block
+            for block in super().blocks()
+        ]
 
 
 def reveal_count(masked: int, steps: int, done: int) -> int:

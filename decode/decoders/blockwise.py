@@ -189,7 +189,7 @@ class BlockwiseSession(MaskedSession):
             end = self.end_of(start)
             state: BlockState = "waiting" if start >= self.end else "fully active"
             if not self.masked[start:end].any():
-                state = "cached" if end <= self.final else "decoded"
+                state = "decoded"
             views.append(self.view(start, end, state))
             start = end
         return views

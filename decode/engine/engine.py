@@ -11,7 +11,7 @@ import time
 import weakref
 from collections import deque
 from collections.abc import Iterator
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 
 import psutil
 import torch
@@ -166,7 +166,6 @@ class Engine:
         self.early = cuda  # start the next forward before events are taken
         # The forward under way: its steps with their requests, what each wants, and its table.
         self._started: tuple[Fed, list[PredictionRequest], PendingTable] | None = None
-        self._early_error: Exception | None = None  # of a forward that was started early
 
     def submit(self, request: Request) -> None:
         """Queue a request; it enters when there is room. Allowed while the engine runs."""
@@ -213,9 +212,6 @@ class Engine:
     def advance(self) -> list[Event]:
         """Do one forward; returns the events of its requests. On a GPU the next forward is started
         first, so that it runs while the caller handles the events."""
-        error, self._early_error = self._early_error, None
-        if error is not None:
-            raise error
         cuda = self.device.type == "cuda"
         with as_current(self.device) if cuda else nullcontext():
             # None at the first call, and where nothing was left to start at the end of the last.
@@ -223,10 +219,9 @@ class Engine:
                 self._start_forward()
             events = self._finish_forward()
             if self.early:
-                try:
+                # These events are not lost to what it raises: the next call starts it again.
+                with suppress(Exception):
                     self._start_forward()
-                except Exception as error:  # of the next call: these events are not lost to it
-                    self._early_error = error
         failed, self._failed = self._failed, []
         return events + failed
 

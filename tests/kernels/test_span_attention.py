@@ -226,5 +226,5 @@ def test_what_wants_a_gradient_is_the_references(device):
 def test_mixed_dtypes_are_refused():
     spans = torch.zeros(2, 1, 2, dtype=torch.int32)
     q, k = torch.zeros(2, 2, 32), torch.zeros(2, 5, 32)
-    with pytest.raises(ValueError, match="share a floating dtype"):
+    with pytest.raises(ValueError, match="share one floating dtype, got float16, float32"):
         span_attention(q, k.half(), k.half(), spans)
