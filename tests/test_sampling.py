@@ -155,15 +155,6 @@ def test_rows_are_numbered_on_once_their_predictions_are_taken():
     assert numbers[::2] == numbers[1::2] == sorted(numbers[::2])
 
 
-def test_a_step_in_pieces_is_numbered_as_a_whole_one():
-    sampler = Sampler(choosing(1.0, seed=3), None)
-    whole, first = sampler.lines(5), sampler.lines(2)
-    sampler.took(2, whole=False)
-    assert np.array_equal(np.concatenate((first, sampler.lines(3)), axis=1), whole)
-    sampler.took(3, whole=True)
-    assert sampler.lines(1)[1].tolist() == [ROWS_A_STEP]
-
-
 def test_only_what_is_drawn_from_a_part_of_the_vocabulary_is_filtered():
     for sampling, filtered in [
         (choosing(1.0), False),

@@ -18,7 +18,7 @@ stale guess of position 3 is b::
          branch       a b             m m             so this is the next state: reveals c
     3    x            a b             c m             reveals d: three forwards for four steps
 
-Had x revealed c too, the branch would not have been the next state, and only its rows lost.
+Had x revealed c too, the branch would not have been the next state; only its rows would be lost.
 """
 
 from __future__ import annotations
