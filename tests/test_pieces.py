@@ -10,7 +10,7 @@ import pytest
 from every_decoder import Visit, alone, exact_model, play
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tiny import POISON, poisoned_model
+from tiny import POISON
 
 import decode
 from d2f.errors import NonFiniteLogitsError
@@ -276,10 +276,10 @@ def test_a_request_that_waits_for_its_turn_takes_what_was_fed_meanwhile():
 def test_a_request_that_failed_or_was_cancelled_is_no_source(static, rows):
     """Blocks of 4 from position 0: the first two of both prompts are the same and finite, the third
     of one is not."""
-    model = poisoned_model()
+    model = exact_model("llada")
     decoder = decode.Block(4, max_new_tokens=8, tau=0.3, align="absolute")
     bad, good = [*range(40, 48), POISON, 9], [*range(40, 48), 10, 9]
-    want = decode.generate(model, [good], decoder)[0]
+    want = alone("llada", tuple(good), decoder)
     options = {"static": static, "prefill_rows": rows, "reuse_prefixes": True}
     engine = Engine(model, batch_size=2, slots=100, **options)
     planned = [Visit(bad, decoder), Visit(good, decoder, leaves=2), Visit(good, decoder, comes=9)]

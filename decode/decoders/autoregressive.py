@@ -26,10 +26,6 @@ class Autoregressive(Decoder):
 
     max_new_tokens: int | None = max_new_tokens_option()
 
-    @classmethod
-    def is_default_for(cls, contract: Contract) -> bool:
-        return contract.mask_id is None and contract.draft_id is None
-
     def check(self, contract: Contract) -> None:
         if contract.prompt_rule != "causal":
             raise InputError(

@@ -237,11 +237,6 @@ class Decoder(abc.ABC):
             )
 
     @classmethod
-    def is_default_for(cls, contract: Contract) -> bool:
-        """Say whether this decoder decodes such a model where none is named."""
-        return False
-
-    @classmethod
     def with_model_defaults(cls, given: Mapping[str, Any], contract: Contract) -> dict[str, Any]:
         """Add options that follow from how the model was trained to those that were given."""
         return dict(given)

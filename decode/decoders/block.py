@@ -82,14 +82,6 @@ class Block(Decoder):
         if self.block_size is not None:
             self._check_steps(self.block_size)
 
-    @classmethod
-    def is_default_for(cls, contract: Contract) -> bool:
-        return (
-            contract.mask_id is not None
-            and contract.objective != "wino_plus"
-            and mask_kind(contract) == "absolute block-causal"
-        )
-
     def check(self, contract: Contract) -> None:
         super().check(contract)
         kind = mask_kind(contract)

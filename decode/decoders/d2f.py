@@ -36,7 +36,7 @@ from decode.decoders.base import (
     option,
     ratio,
 )
-from decode.decoders.session import MaskedSession, feed, mask_kind
+from decode.decoders.session import MaskedSession, feed
 from decode.step import BlockState, BlockView, Floats, Ints, Predictions, Step
 
 Pick = Literal["confidence", "entropy", "margin"]
@@ -99,14 +99,6 @@ class D2F(Decoder):
                     "lossless drafts the pipeline that takes nothing back: expected lossless or "
                     f"revoke, got lossless {self.lossless!r} and revoke {self.revoke!r}"
                 )
-
-    @classmethod
-    def is_default_for(cls, contract: Contract) -> bool:
-        return (
-            contract.mask_id is not None
-            and contract.objective == "d2f"
-            and mask_kind(contract) in ("bidirectional", "block-causal")
-        )
 
     @classmethod
     def with_model_defaults(cls, given: Mapping[str, Any], contract: Contract) -> dict[str, Any]:

@@ -73,10 +73,6 @@ class SelfDraft(Decoder):
     )
     max_new_tokens: int | None = max_new_tokens_option()
 
-    @classmethod
-    def is_default_for(cls, contract: Contract) -> bool:
-        return contract.draft_id is not None
-
     def check(self, contract: Contract) -> None:
         if contract.draft_id is None:
             raise InputError(

@@ -130,14 +130,6 @@ class WeDLM(Decoder):
             )
 
     @classmethod
-    def is_default_for(cls, contract: Contract) -> bool:
-        return (
-            contract.mask_id is not None
-            and contract.objective != "wino_plus"
-            and mask_kind(contract) == "causal"
-        )
-
-    @classmethod
     def with_model_defaults(cls, given: Mapping[str, Any], contract: Contract) -> dict[str, Any]:
         own = contract.block_size if contract.objective == "wedlm" else None
         return {"window": own, **given} if own is not None else dict(given)

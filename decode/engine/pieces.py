@@ -129,7 +129,7 @@ class Feed:
         None."""
         self._found.append(predictions)
         self.fed = self.stop
-        return _joined(self._found) if self.fed == len(self.step.tokens) else None
+        return Predictions.joined(self._found) if self.fed == len(self.step.tokens) else None
 
     def _of(self, rows: Ints) -> Step:
         """Make a step of some rows, with the reads from `fed` up to `stop`."""
@@ -147,16 +147,6 @@ class Feed:
             queried_tokens=None if queried is None else queried[first:end],
             draws=None if draws is None else draws[first:end],
         )
-
-
-def _joined(parts: list[Predictions]) -> Predictions:
-    if len(parts) == 1:
-        return parts[0]
-    columns = [
-        None if column[0] is None else np.concatenate(column)
-        for column in zip(*(vars(part).values() for part in parts), strict=True)
-    ]
-    return Predictions(*columns)  # type: ignore[arg-type]
 
 
 def share(feeds: Sequence[Feed], rows: int) -> list[int]:
