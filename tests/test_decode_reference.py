@@ -202,7 +202,7 @@ def run(model, requests, batch_size=16):
 
 
 @pytest.mark.parametrize("name", CASES)
-@settings(max_examples=14)
+@settings(max_examples=25)
 @given(st.data(), st.integers(1, 3))
 def test_the_engine_equals_the_reference(name, data, batch_size):
     case = CASES[name]

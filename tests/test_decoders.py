@@ -143,7 +143,7 @@ def test_a_decoder_of_ones_own_may_lie_in_the_working_folder(tmp_path, monkeypat
         ({"objective": "masked_diffusion", "prompt_rule": "block"}, "static"),
         ({"objective": "d2f", "block_size": 8}, "d2f"),
         ({"objective": "d2f"}, "d2f"),
-        ({"objective": "wino_plus", "prompt_rule": "causal"}, "threshold"),
+        ({"objective": "wino_plus"}, "threshold"),
         ({"prompt_rule": "causal", "objective": "wedlm"}, "wedlm"),
         ({"prompt_rule": "block_causal", "block_size": 4}, "block"),
         ({"prompt_rule": "causal", "mask_id": None}, "autoregressive"),

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal, Self, Union, get_args,
 
 from d2f.contract import Contract
 from d2f.errors import InputError, did_you_mean, not_one_of, repr_of
-from decode.decoders.session import MOST, Session
+from decode.decoders.session import MOST, MaskKind, Session, mask_kind
 from decode.step import sample_seed
 
 DEFAULT_MAX_NEW_TOKENS = 256
@@ -24,6 +24,11 @@ MAX = sys.float_info.max
 COLDEST = 1e-9
 """Lower temperatures are greedy: the noise of a draw spans 20 temperatures, too little for fp32 to
 resolve in logits of size 1, and a division by less than about 1e-38 overflows."""
+
+# A decoder for a model of each mask that the one asked for cannot decode.
+OTHERS = {"causal": "wedlm", "bidirectional": "static or d2f"}
+OTHERS |= {"block-causal": "block", "absolute block-causal": "block"}
+BLOCKWISE_MASKS: tuple[MaskKind, ...] = ("bidirectional", "block-causal", "absolute block-causal")
 
 
 def whole_number(name: str, value: object, *, least: int = 1, most: int = MOST) -> None:
@@ -182,13 +187,14 @@ class Decoder(abc.ABC):
     max_new_tokens: the longest response; None takes what the model was trained on, else 256, less
         where the context leaves less.
 
-    A decoder's class has a name, a summary for --help, and labels: what the states of its blocks
-    are called where a person reads them.
+    A decoder's class has a name, a summary for --help, labels: what the states of its blocks are
+    called where a person reads them, and masks: those of the models that it decodes.
     """
 
     name: ClassVar[str]
     summary: ClassVar[str] = ""
     labels: ClassVar[Mapping[str, str]] = {}
+    masks: ClassVar[tuple[MaskKind, ...]] = get_args(MaskKind)
 
     temperature: float = option(0.0, "0 is greedy, at least 0", unit="T")
     top_p: float = option(
@@ -274,6 +280,13 @@ class Decoder(abc.ABC):
             raise InputError(
                 f"the decoder {self.name} needs a model with a mask id, "
                 f"the family {contract.family} has none: take autoregressive for it"
+            )
+        kind = mask_kind(contract)
+        if kind not in self.masks:
+            needed = dict.fromkeys(mask.removeprefix("absolute ") for mask in self.masks)
+            raise InputError(
+                f"the decoder {self.name} needs a {' or '.join(needed)} model, the family "
+                f"{contract.family} is {kind}: take {OTHERS[kind]} for it"
             )
 
     @abc.abstractmethod

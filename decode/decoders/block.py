@@ -26,6 +26,7 @@ from d2f.contract import Contract
 from d2f.errors import InputError
 from d2f.spans import block_ends
 from decode.decoders.base import (
+    BLOCKWISE_MASKS,
     DEFAULT_BLOCK_SIZE,
     Decoder,
     block_size_option,
@@ -35,7 +36,7 @@ from decode.decoders.base import (
     ratio,
 )
 from decode.decoders.blockwise import BlockwiseSession, CachePolicy
-from decode.decoders.session import SDAR_BLOCK_SIZE, mask_kind
+from decode.decoders.session import SDAR_BLOCK_SIZE, MaskKind, mask_kind
 from decode.step import BlockView, Ints, Predictions
 
 Reveal = Literal["static", "dynamic", "sequential"]
@@ -52,6 +53,7 @@ class Block(Decoder):
     name: ClassVar[str] = "block"
     summary: ClassVar[str] = "block diffusion with an exact cache (default for SDAR; D2F students)"
     labels: ClassVar[Mapping[str, str]] = {"fully active": "current"}
+    masks: ClassVar[tuple[MaskKind, ...]] = BLOCKWISE_MASKS
     cache: ClassVar[CachePolicy] = "none"
     uncertainty: ClassVar[bool] = False
 
@@ -84,13 +86,7 @@ class Block(Decoder):
 
     def check(self, contract: Contract) -> None:
         super().check(contract)
-        kind = mask_kind(contract)
-        if kind == "causal":
-            raise InputError(
-                "the decoder block needs a model that sees whole blocks, this one of the family "
-                f"{contract.family} is causal: take wedlm for it"
-            )
-        if kind == "bidirectional" and self.align is None:
+        if mask_kind(contract) == "bidirectional" and self.align is None:
             raise InputError(
                 "the decoder block needs a block-causal model, this one of the family "
                 f"{contract.family} is bidirectional: take static for it, or say align for a model "

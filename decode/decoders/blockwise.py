@@ -32,16 +32,16 @@ from typing import Any, ClassVar, Literal
 import numpy as np
 
 from d2f.contract import Contract
-from d2f.errors import InputError
 from d2f.spans import prefix
 from decode.decoders.base import (
+    BLOCKWISE_MASKS,
     Decoder,
     block_size_option,
     early_exit_option,
     max_new_tokens_option,
     option,
 )
-from decode.decoders.session import MaskedSession, mask_kind, visible_ends
+from decode.decoders.session import MaskedSession, MaskKind, visible_ends
 from decode.step import BlockState, BlockView, Ints, Predictions, Step
 
 CachePolicy = Literal["none", "prefix", "dual"]
@@ -63,6 +63,7 @@ class Blockwise(Decoder):
     early_exit: bool = early_exit_option()
 
     labels: ClassVar[Mapping[str, str]] = {"fully active": "current"}
+    masks: ClassVar[tuple[MaskKind, ...]] = BLOCKWISE_MASKS
     uncertainty: ClassVar[bool] = False  # `choose` looks at entropy or margin
 
     def choose(self, predictions: Predictions) -> Ints:
@@ -72,14 +73,6 @@ class Blockwise(Decoder):
 
     def begin(self, prompt: list[int], contract: Contract) -> BlockwiseSession:
         return BlockwiseSession(self, prompt, contract)
-
-    def check(self, contract: Contract) -> None:
-        super().check(contract)
-        if mask_kind(contract) == "causal":
-            raise InputError(
-                f"the decoder {self.name} needs a bidirectional or block-causal model, the family "
-                f"{contract.family} is causal: take wedlm for it"
-            )
 
     @property
     def size(self) -> int:

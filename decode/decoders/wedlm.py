@@ -53,7 +53,7 @@ from d2f.contract import Contract
 from d2f.errors import InputError
 from d2f.spans import prefix
 from decode.decoders.base import Decoder, max_new_tokens_option, option
-from decode.decoders.session import MaskedSession, mask_kind
+from decode.decoders.session import MaskedSession, MaskKind
 from decode.step import BlockView, Floats, Ints, Predictions, Step
 
 Refill = Literal["paper", "repository", "block"]
@@ -76,6 +76,7 @@ class WeDLM(Decoder):
         "streaming decoding of a causal diffusion model, where it is the default"
     )
     labels: ClassVar[Mapping[str, str]] = {"cached": "committed", "fully active": "window"}
+    masks: ClassVar[tuple[MaskKind, ...]] = ("causal",)
 
     window: int = option(
         16,
@@ -117,16 +118,6 @@ class WeDLM(Decoder):
             raise InputError(
                 "window_attention bidirectional needs refill block, as a row that saw all of the "
                 f"window is not final before it, got refill {self.refill}"
-            )
-
-    def check(self, contract: Contract) -> None:
-        super().check(contract)
-        kind = mask_kind(contract)
-        if kind != "causal":
-            other = "static or d2f" if kind == "bidirectional" else "block"
-            raise InputError(
-                f"the decoder wedlm needs a causal model with a mask id, the family "
-                f"{contract.family} is {kind}: take {other} for it"
             )
 
     @classmethod
