@@ -128,7 +128,7 @@ class BlockSession(BlockwiseSession):
         self.ends = block_ends(len(self.x), first, size)
 
     def end_of(self, start: int) -> int:
-        return int(self.ends[start])  # of the first, the prompt's tail may be a part
+        return int(self.ends[start])  # the prompt's tail may be part of the first block
 
     def begin_block(self) -> None:
         self.done = 0
