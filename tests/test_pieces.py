@@ -26,17 +26,25 @@ SLOTS = 7
 
 @st.composite
 def steps(draw):
-    """Any arrays: slots that are written twice, spans of any slots, reads in any order."""
-    count = draw(st.integers(1, 6))
+    """Any arrays: slots that are written twice, spans of any slots, reads in any order. Or tidy
+    ones, of which most can be cut: rows write slot after slot and see little of what follows."""
+    count, tidy = draw(st.integers(1, 6)), draw(st.booleans())
     slot = st.integers(0, SLOTS - 1)
-    span = st.tuples(slot, slot).map(lambda pair: (min(pair), max(pair) + draw(st.integers(0, 1))))
-    rows = st.lists(st.lists(span, min_size=2, max_size=2), min_size=count, max_size=count)
+    slots, spans = list(range(count)), []
+    if not tidy:
+        slots = draw(st.lists(slot, min_size=count, max_size=count))
+    for row in range(count):
+        end = min(row + 1 + draw(st.sampled_from([0, 0, 1, 2])), count) if tidy else SLOTS
+        a, b, c, d = (draw(st.integers(0, end)) for _ in range(4))
+        spans.append([sorted((a, b)), sorted((c, d))])
+    reads = draw(st.integers(0, 4))
+    read = draw(st.lists(st.integers(0, count - 1), min_size=reads, max_size=reads))
     return Step(
         tokens=np.array(draw(st.lists(st.integers(0, 3), min_size=count, max_size=count))),
         positions=np.arange(count),
-        slots=np.array(draw(st.lists(slot, min_size=count, max_size=count))),
-        spans=np.array(draw(rows)).reshape(count, 2, 2),
-        read=np.array(draw(st.lists(st.integers(0, count - 1), max_size=4)), dtype=np.int64),
+        slots=np.array(slots),
+        spans=np.array(spans),
+        read=np.array(sorted(read) if draw(st.booleans()) else read, dtype=np.int64),
         cached=0,
     )
 
@@ -115,6 +123,11 @@ def test_the_cuts_of_each_mask():
     ]:
         step = feed(x, 0, np.array(ends), wanted, cached=0, logit_shift=0)
         assert allowed_cuts(step).tolist() == cuts
+    causal = feed(x, 0, np.arange(6) + 1, np.array([1, 3]), cached=0, logit_shift=0)
+    assert allowed_cuts(causal).tolist() == [1, 2, 3, 4, 5, 6]
+    # The second row that is read comes before the first: both are read in one forward.
+    backwards = replace(causal, read=np.array([3, 1]))
+    assert allowed_cuts(backwards).tolist() == [1, 4, 5, 6]
 
 
 def causal_step(count: int) -> Step:
