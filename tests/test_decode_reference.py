@@ -114,8 +114,15 @@ blockwise = st.one_of(
 winos = st.builds(
     lambda taus, other: replace(other, tau1=taus[0], tau2=taus[1]),
     # Random models are seldom sure: thresholds among their probabilities, and extreme ones.
-    st.sampled_from([(0.02, 0.05), (0.05, 0.1), (0.1, 0.2), (0.1, 0.9), (0.0, 1.0), (0.2, 0.0)]),
-    options(decode.Wino, block_size=block_size, caps=st.booleans(), **length, **drawn),
+    st.sampled_from([(0.02, 0.05), (0.05, 0.1), (0.05, 0.3), (0.1, 0.9), (0.0, 1.0), (0.2, 0.0)]),
+    options(
+        decode.Wino,
+        block_size=st.sampled_from([None, 4, 8, 13]),
+        caps=st.booleans(),
+        max_new_tokens=st.integers(6, 20),
+        early_exit=st.booleans(),
+        **drawn,
+    ),
 )
 drafts = {"drafts": st.sampled_from([1, 2, 4, 8]), "drafting": st.sampled_from(["tree", "batch"])}
 exact = {"block_size": block_size} | length
