@@ -23,7 +23,7 @@ from distill.data.samples import HeldOut, Sample
 from distill.evaluation import HeldoutLoss, summary, undisturbed
 from distill.objectives import OBJECTIVES
 from distill.objectives.base import Objective
-from tests.references.shadowed import dense_logits
+from tests.references.predictions import dense_logits
 
 base, files = wino_plus_runs.base, wino_plus_runs.files  # fixtures
 RATIOS = (0.2, 0.7)
@@ -79,7 +79,7 @@ def predictions(
     clean = torch.tensor(sample.prompt + sample.response)
     ids, prompt = clean.clone(), len(sample.prompt)
     ids[prompt:][hidden] = model.mask_id if model.mask_id is not None else -1
-    logits = dense_logits(model, ids.tolist(), list(range(len(ids))), allowed)
+    logits = dense_logits(model, ids.tolist(), allowed)
     rows = torch.arange(prompt, len(ids)) - model.logit_shift
     return logits[rows].log_softmax(-1), clean[prompt:]
 
@@ -161,7 +161,7 @@ def test_of_wedlm_it_is_cross_entropy_behind_the_clean_blocks():
         allowed[length:, length:] = (block == block[:, None]) & sees
         noisy = torch.where(hidden, torch.tensor(made.model.mask_id), clean)
         ids, positions = torch.cat((clean, noisy)).tolist(), [*range(length), *range(length)]
-        log_p = dense_logits(made.model, ids, positions, allowed).log_softmax(-1)[length + prompt :]
+        log_p = dense_logits(made.model, ids, allowed, positions).log_softmax(-1)[length + prompt :]
         losses += (-log_p[counted, clean[prompt:][counted]]).tolist()
     found = measured(made, SAMPLES)
     assert found["evaluation/cross_entropy"] == pytest.approx(np.mean(losses), 1e-4)

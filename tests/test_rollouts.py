@@ -17,7 +17,7 @@ from d2f.errors import InputError
 from d2f.saving import save_model
 from d2f.tasks import check, find_tasks, make_problems
 from decode.cli import DecoderSettings
-from decode.decoders.d2f_session import D2FSession
+from decode.decoders.d2f import D2FSession
 from distill import rollouts
 from distill.objectives.wino_plus import Rollout, read_rollouts, tokenizer_hash
 from distill.rollouts import Trajectory, TrajectoryJob, collect, make_jobs

@@ -18,7 +18,7 @@ from d2f.errors import InputError
 from d2f.noise import PipelineStates, read_states
 from d2f.saving import save_model
 from d2f.spans import block_causal
-from decode.decoders.d2f_session import D2FSession
+from decode.decoders.d2f import D2FSession
 from distill.config import parse_config
 from distill.data.samples import Placed, Sample
 from distill.objectives import OBJECTIVES

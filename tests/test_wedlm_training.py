@@ -25,7 +25,7 @@ from distill.config import TrainConfig, parse_config
 from distill.data.samples import Placed, Sample
 from distill.objectives.wedlm import WeDLM
 from distill.train import train
-from tests.references.d2f import DensePlan
+from tests.references.predictions import DensePlan
 from tests.references.wedlm import streaming_mask
 
 

@@ -38,8 +38,8 @@ import numpy as np
 from d2f.contract import DRAFT, Contract
 from d2f.errors import InputError
 from d2f.spans import stack
+from decode.decoders.autoregressive import AutoregressiveSession
 from decode.decoders.base import Decoder, max_new_tokens_option, option
-from decode.decoders.session import Session
 from decode.step import BlockView, Ints, Predictions, Step
 
 Placement = Literal["expected", "linear", "quadratic"]
@@ -73,10 +73,6 @@ class SelfDraft(Decoder):
     )
     max_new_tokens: int | None = max_new_tokens_option()
 
-    @classmethod
-    def is_default_for(cls, contract: Contract) -> bool:
-        return contract.draft_id is not None
-
     def check(self, contract: Contract) -> None:
         if contract.draft_id is None:
             raise InputError(
@@ -88,7 +84,7 @@ class SelfDraft(Decoder):
         return SelfDraftSession(self, prompt, contract)
 
 
-class SelfDraftSession(Session):
+class SelfDraftSession(AutoregressiveSession):
     """Decode a request. Positions before `known` are verified, all but the last of them cached.
 
     drafted: what the last forward drafted for the positions from `known` on, with its confidence in
@@ -99,10 +95,9 @@ class SelfDraftSession(Session):
     """
 
     def __init__(self, decoder: SelfDraft, prompt: list[int], contract: Contract):
-        super().__init__(prompt, decoder.length, contract)
+        super().__init__(decoder, prompt, contract)
         self.decoder = decoder
         self.depth = min(decoder.drafts or MOST_DRAFTS, contract.block_size or MOST_DRAFTS)
-        self.known, self.cached = len(prompt), 0
         self.drafted: Ints = np.zeros(0, dtype=np.int64)
         self.chances = np.zeros(0)
         self.groups: list[int] = []
@@ -119,21 +114,10 @@ class SelfDraftSession(Session):
             return self.decoder.rows
         return min(self.decoder.rows, (self.depth + 1) ** 2)
 
-    @property
-    def tokens(self) -> list[int]:
-        return self.x[self.prompt_length : self.known].tolist()
-
-    settled = tokens
-
-    @property
-    def done(self) -> bool:
-        begun = self.known > self.prompt_length
-        return begun and int(self.x[self.known - 1]) in self.contract.end_ids
-
     def step(self) -> Step | None:
-        left = len(self.x) - self.known  # tokens that may still be decoded
-        if self.done or not left:
+        if self.done:
             return None
+        left = len(self.x) - self.known  # tokens that may still be decoded
         self.groups = groups = self.place(min(self.most_rows, self.width), left)
         drafts = len(groups) - 1
         self.counts["draft_rows"] += sum(groups)
@@ -209,7 +193,7 @@ class SelfDraftSession(Session):
         for i in range(count):
             self.reveal(self.known, int(token[i]), float(confidence[i]))
             self.known += 1
-            if self.done or self.known == len(self.x):
+            if self.done:
                 break
             if i < count - 1 and self.drafted[i] != token[i]:
                 self.counts["rejected"] += count - 1 - i
@@ -222,8 +206,8 @@ class SelfDraftSession(Session):
         self.cached = self.known - 1
 
     def blocks(self) -> list[BlockView]:
-        end, drafts = self.known - self.prompt_length, tuple(self.drafted.tolist())
-        views = [BlockView(0, end, "cached", tuple(self.tokens))]
+        views, drafts = super().blocks(), tuple(self.drafted.tolist())
         if drafts:
+            end = views[0].end
             views.append(BlockView(end, end + len(drafts), "fully active", drafts))
         return views
