@@ -135,14 +135,14 @@ class _Unpacked(nn.Module):
         return rows[:outputs, :inputs]
 
 
-def _hold_packed(layer: nn.Module, packed: Tensor) -> None:
+def _hold_packed(layer: Any, packed: Tensor) -> None:
     """Let a layer hold its weight packed alone; `state_dict` has it as before."""
 
-    def named(module: nn.Module, found: dict[str, Any], prefix: str, *_: Any) -> None:
+    def named(module: Any, found: dict[str, Any], prefix: str, *_: Any) -> None:
         found.pop(f"{prefix}parametrizations.weight.original")
         found[f"{prefix}weight"] = module.weight.detach()
 
-    weight: Any = layer.weight
+    weight = layer.weight
     layer.weight = nn.Parameter(
         weight.detach(), requires_grad=weight.requires_grad
     )  # its own, if tied
