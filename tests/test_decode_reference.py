@@ -382,7 +382,7 @@ def test_what_is_cached_is_final_and_each_row_sees_one_state(name, data, prompt)
     request = Request(0, prompt, decoder, model.contract, None)
     session, own = request.session, len(request.session.x)
     engine = Engine(model, batch_size=1, slots=session.slots)
-    step = request.begin(session.width)
+    step = request.begin(session.share)
     engine.submit(request)
     position_in: dict[int, int] = {}
     token_in: dict[int, int] = {}

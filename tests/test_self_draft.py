@@ -59,6 +59,7 @@ SETTINGS = st.fixed_dictionaries({
     "rows": st.integers(1, 20),
     "drafts": st.sampled_from([None, 1, 2, 3]),
     "placement": st.sampled_from(["expected", "linear", "quadratic"]),
+    "lookup": st.sampled_from([None, 1, 2, 4]),
 })  # fmt: skip
 
 
@@ -67,6 +68,19 @@ SETTINGS = st.fixed_dictionaries({
 def test_greedy_tokens_are_the_original_models(model, greedy, options, batch, most):
     decoder = decode.SelfDraft(max_new_tokens=NEW, **options)
     assert tokens(model, decoder, batch_size=batch, max_rows=most) == greedy
+
+
+def test_without_an_adapter_repetitions_are_looked_up():
+    """The tokens of any causal model, in fewer forwards where its text repeats itself."""
+    base, new = fresh_model("causal"), 100
+    for name, weight in base.backbone.named_parameters():
+        if "down_proj" in name or "o_proj" in name:
+            torch.nn.init.zeros_(weight)  # a token follows from the one before: it ends in a loop
+    results = decode.generate(base, PROMPTS, decode.SelfDraft(max_new_tokens=new))
+    want = tokens(base, decode.Autoregressive(new))
+    assert [r.raw_tokens for r in results] == want
+    assert sum(r.forwards for r in results) < 0.7 * sum(map(len, want))
+    assert all(r.counts["draft_rows"] == 0 for r in results)
 
 
 @settings(max_examples=6)
@@ -155,6 +169,32 @@ def test_no_more_rows_than_asked_and_none_behind_the_end(options, left, chances)
     assert max(groups) <= (options["drafts"] or 3)
 
 
+def test_a_row_must_pay_where_few_are_nearly_free():
+    one = session(trained=2, rows=9)
+    one.drafted, one.chances = np.arange(3), np.array([0.9, 0.9, 0.5])
+    fed = {}
+    for share in (100.0, 4.0, 1.0, 0.5):
+        one.share = share
+        groups = one.place(9, 20)
+        fed[share] = len(groups) - 1, sum(groups)
+    assert fed == {100.0: (3, 5), 4.0: (3, 0), 1.0: (2, 0), 0.5: (0, 0)}
+
+
+@pytest.mark.parametrize(("text", "want"), [
+    ([5, 6, 7, 8, 5, 6], [7, 8, 5, 6]),  # the last place, and on as it began
+    ([1, 5, 6, 7, 2, 5, 6, 8, 1, 5, 6], [7, 2, 5, 6]),  # the longest end: 1 5 6
+    ([1, 5, 6, 7, 2, 5, 6, 8, 3, 5, 6], [8, 3, 5, 6]),  # of two that are as long the later
+    ([9, 9, 9], [9, 9, 9, 9]),
+    ([5, 6, 7, 6], []),  # one token alone
+    ([5], []),
+])  # fmt: skip
+def test_what_followed_the_same_tokens_is_drafted(text, want):
+    one = session(rows=5)
+    one.x[: len(text)], one.known = text, len(text)
+    one.look_up(2)
+    assert one.drafted.tolist() == want
+
+
 # The adapter and its rows.
 
 
@@ -223,8 +263,8 @@ def test_a_saved_adapter_decodes_the_same(model, greedy, tmp_path):
 
 
 def test_what_does_not_go_together_is_said(model):
-    with pytest.raises(InputError, match="needs a model with a self-drafting adapter"):
-        decode.generate(random_model("causal"), PROMPTS, "self_draft")
+    with pytest.raises(InputError, match="the decoder self_draft needs a causal model"):
+        decode.generate(random_model("llada"), PROMPTS, "self_draft")
     other = fresh_model("causal")
     from peft import LoraConfig, PeftModel
 

@@ -26,7 +26,7 @@ from decode.step import Predictions, Step
 def test_what_is_committed_are_the_keys_and_values_of_a_causal_pass(model, prompt, decoder):
     request = Request(0, prompt, decoder, model.contract, None)
     engine = Engine(model, batch_size=1, slots=request.session.slots)
-    step = request.begin(request.session.width)
+    step = request.begin(request.session.share)
     engine.submit(request)
     while not request.done:
         assert not np.isin(model.mask_id, request.session.x[: step.cached])

@@ -29,7 +29,7 @@ class Autoregressive(Decoder):
     def check(self, contract: Contract) -> None:
         if contract.prompt_rule != "causal":
             raise InputError(
-                "the decoder autoregressive needs a causal model, "
+                f"the decoder {self.name} needs a causal model, "
                 f"this one of the family {contract.family} is {contract.prompt_rule}"
             )
 

@@ -47,8 +47,8 @@ class Session(abc.ABC):
     """Decode a request, over the sequence x of prompt and response.
 
     x: int64 ``[P + max_new_tokens]``, one slot a position.
-    width: how far the next step may speculate, set by the engine from its `max_rows`. Only a
-        lossless session reads it, whose tokens do not depend on it.
+    share: of the engine's `max_rows`, the rows of the next step that are nearly free; it sets it.
+        Only a lossless session reads it, whose tokens do not depend on it.
     revealed: what the last `accept` decided.
     counts: what the decoder counts of itself, by name.
     likelihoods: of the prompt's tokens, where asked for (`decode.engine.likelihood`).
@@ -59,10 +59,15 @@ class Session(abc.ABC):
         self.x: Ints = np.zeros(len(prompt) + max_new_tokens, dtype=np.int64)
         self.x[: len(prompt)] = prompt
         self.contract = contract
-        self.width = MOST
+        self.share: float = MOST
         self.revealed: list[Revealed] = []
         self.counts: dict[str, int] = {}
         self.likelihoods: list[TokenLikelihood] = []
+
+    @property
+    def width(self) -> int:
+        """Tell how many rows a step may speculate, at least one."""
+        return max(1, int(self.share))
 
     @property
     def slots(self) -> int:

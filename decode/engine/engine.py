@@ -225,17 +225,17 @@ class Engine:
         failed, self._failed = self._failed, []
         return events + failed
 
-    def _width(self) -> int:
-        """Compute how wide a session may speculate: its share of the next forward's rows."""
+    def _share(self) -> float:
+        """Compute each session's share of the next forward's rows."""
         count = min(self.batch_size, len(self.running) + len(self.waiting))
-        return max(1, self.max_rows // max(1, count))
+        return self.max_rows / max(1, count)
 
     def _admit(self) -> None:
         rows = 0  # of prompts that enter
         while self.waiting and len(self.running) < self.batch_size:
             request = self.waiting[0]
             try:
-                step = request.begin(self._width())
+                step = request.begin(self._share())
                 if rows and self.prefill_rows is None and rows + len(step.tokens) > WHOLE_ROWS:
                     return
                 base = self._place(request, step)
@@ -349,13 +349,13 @@ class Engine:
             return []
         (fed, groups, pending), self._started = self._started, None
         found = split(pending(), groups)
-        width, events = self._width(), []
+        share, events = self._share(), []
         for (request, step), predictions in zip(fed, found, strict=True):
             if request not in self.running:
                 continue  # it was cancelled meanwhile
             if predictions is None and (len(fed) > 1 or request.feed is not None):
                 predictions = self._alone(request, step)
-            request.session.width = width
+            request.session.share = share
             events.append(self._accept(request, step, predictions))
         return events
 

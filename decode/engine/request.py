@@ -51,11 +51,11 @@ class Request:
     def done(self) -> bool:
         return self.result is not None
 
-    def begin(self, width: int) -> Step:
-        """Make the first step, which may speculate as far as `width`. Raises what the session
+    def begin(self, share: float) -> Step:
+        """Make the first step, with a share of the engine's rows. Raises what the session
         raises."""
         if self.step is None:
-            self.session.width = width
+            self.session.share = share
             self.step = self.session.step()
         if self.step is None:  # it would run for ever, in no forward
             raise RequestError(f"the decoder {self.decoder.name} has no first step")
