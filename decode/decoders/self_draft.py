@@ -68,7 +68,8 @@ class SelfDraft(Decoder):
 
     name: ClassVar[str] = "self_draft"
     summary: ClassVar[str] = (
-        "drafts by its adapter what it verifies itself (default for a self-drafting model)"
+        "drafts by its adapter, or what followed the same text before, and verifies it "
+        "(default for a self-drafting model)"
     )
     labels: ClassVar[Mapping[str, str]] = {"cached": "verified", "fully active": "drafted"}
 
