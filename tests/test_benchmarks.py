@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from benchmarks import ablation, common, decode_step, forward, kernels, train_step
+from benchmarks import ablation, common, decode_step, forward, kernels, trace, train_step
 from d2f.adapters import new_lora
 from d2f.config import check, read_mapping
 from d2f.shipped import ABLATIONS, find_config, shipped
@@ -37,6 +37,11 @@ def test_help_prints_and_does_nothing_else(module, monkeypatch, capsys):
         runpy.run_module(module, run_name="__main__")
     assert not end.value.code
     assert capsys.readouterr().out.startswith(f"usage: python -m {module}")
+
+
+def test_a_forward_and_a_training_step_enter_few_files():
+    assert 0 < len(trace.forward()) <= 12
+    assert 0 < len(trace.step()) <= 12
 
 
 SMALL = {

@@ -102,6 +102,7 @@ class Objective(nn.Module):
         self._no_split_modules = model.backbone._no_split_modules  # what FSDP shards one by one
         self.config, self.tail = config, config.objective.has_tail
         self.options: Any = config.objective
+        self.block_shares: dict[int, float] = self.options.block_shares
         self.attention: Way | None = None  # None: as decoding chooses
         self.mask_ratio: float | None = None  # of a held-out loss; None: its own noise
         self.reads_teacher = config.objective.has_teacher
@@ -165,7 +166,7 @@ class Objective(nn.Module):
 
     def block_size(self, sample: Sample) -> int:
         """Draw the size of a sample's blocks by the configured shares."""
-        shares = self.options.block_shares
+        shares = self.block_shares
         if len(shares) == 1:
             return next(iter(shares))
         rng = noise.sample_rng(self.config.seed, sample.index, noise.BLOCKS)

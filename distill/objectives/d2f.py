@@ -128,7 +128,7 @@ class D2F(Objective):
 
     def __init__(self, model: DiffusionModel, config: TrainConfig):
         super().__init__(model, config)
-        path, sizes = self.options.noise.states, list(self.options.block_shares)
+        path, sizes = self.options.noise.states, list(self.block_shares)
         self.states = None if path is None else read_states(path)
         if self.states is not None and not set(sizes) <= set(self.states.by_size):
             raise InputError(
