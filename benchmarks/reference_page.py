@@ -6,7 +6,7 @@ of the decoders' options.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 from benchmarks import parser
@@ -14,10 +14,9 @@ from benchmarks.ablation import Ablation
 from d2f.config import Section
 from d2f.tasks.data_task import TaskFile
 from d2f.tasks.judges import JUDGES
-from decode.cli import help_of, options_by_name
 from decode.compare.config import CompareConfig
-from decode.decoders import DECODERS
-from decode.decoders.base import Option
+from decode.decoders import DECODERS, Decoder
+from decode.decoders.base import Option, common_options, options_of
 from distill.config import TrainConfig
 from distill.objectives import OBJECTIVES
 
@@ -172,6 +171,37 @@ def _decoders() -> Iterator[str]:
         named = "all" if same else ", ".join(kind.name for kind, _ in having)
         about = help_of(having, len(having) if len(having) == 1 else len(DECODERS))
         yield f"| `{name}` | {_option(having[0][1])} | {named} | {about} |"
+
+
+def options_by_name(
+    kinds: Iterable[type[Decoder]],
+) -> dict[str, list[tuple[type[Decoder], Option]]]:
+    """Return each option of some decoders with every decoder that has it; those of one come
+    together, those that all have last."""
+    found: dict[str, list[tuple[type[Decoder], Option]]] = {}
+    for kind in kinds:
+        for option in options_of(kind):
+            found.setdefault(option.name, []).append((kind, option))
+    last = common_options()
+    return {name: found[name] for name in sorted(found, key=lambda name: name in last)}
+
+
+def help_of(having: Sequence[tuple[type[Decoder], Option]], count: int) -> str:
+    """Say what an option means, decoder by decoder where it means or is by default something else.
+    count: how many decoders there are; one that all of them have names none."""
+    parts = []
+    for meaning in dict.fromkeys(option.help for _, option in having):
+        same = [(kind, option) for kind, option in having if option.help == meaning]
+        defaults: dict[str, list[str]] = {}
+        for kind, option in same:
+            defaults.setdefault(option.shown, []).append(kind.name)
+        shown = "; ".join(
+            text if len(defaults) == 1 else f"{', '.join(names)} {text}"
+            for text, names in defaults.items()
+        )
+        who = "" if len(same) == count else f"{', '.join(kind.name for kind, _ in same)}: "
+        parts.append(f"{who}{meaning} (default: {shown})")
+    return "; ".join(parts)
 
 
 def _option(option: Option) -> str:

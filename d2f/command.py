@@ -27,24 +27,28 @@ from d2f.errors import (
 
 DONE, FAILED, BAD_INPUT, INTERRUPTED = 0, 1, 2, 130  # exit statuses
 SECONDS_TO_SPEAK = 60.0  # the other ranks leave the first one so long to say what is wrong
-COMMANDS = {  # name: its module, and what it does
-    "decode": ("decode.pipeline", "decode held-out problems or prompts, and show it live"),
-    "batch": ("decode.batch", "answer every row of a file or data set"),
-    "evaluate": ("decode.evaluate", "accuracy and forwards of a model on held-out problems"),
-    "compare": (
-        "decode.compare.__main__",
-        "measure decoders beside vLLM, an endpoint, transformers",
-    ),
-    "serve": ("decode.serve", "serve models through OpenAI's HTTP interface"),
-    "tune": ("decode.tune", "search a decoder's settings for a model and a task"),
-    "lm-eval": ("decode.lm_eval", "score models on the tasks of lm-evaluation-harness"),
-    "train": ("distill.train", "train or distil a model"),
-    "convert": ("distill.convert", "bring a model into another form"),
-    "info": ("distill.info", "what a checkpoint is, and what can be done with it"),
-    "data": ("distill.data.__main__", "show what a training run will see"),
-    "rollouts": ("distill.rollouts", "collect a decoder's right answers to train on"),
-    "configs": ("d2f.shipped", "list the configurations that --config takes by name"),
+COMMANDS = {  # name: its module, its group, and what it does
+    "decode": ("decode.pipeline", "Decode", "prompts or held-out problems, shown live"),
+    "batch": ("decode.batch", "Decode", "every row of a file or data set"),
+    "evaluate": ("decode.evaluate", "Measure", "accuracy and forwards on held-out problems"),
+    "compare": ("decode.compare.__main__", "Measure", "decoders beside vLLM and transformers"),
+    "serve": ("decode.serve", "Decode", "over HTTP, as OpenAI's interface"),
+    "tune": ("decode.tune", "Measure", "a decoder's settings: search, choose, check"),
+    "lm-eval": ("decode.lm_eval", "Measure", "the tasks of lm-evaluation-harness"),
+    "train": ("distill.train", "Train", "or distil a model from a configuration"),
+    "convert": ("distill.convert", "Models", "bring one into another form, upload it"),
+    "info": ("distill.info", "Models", "what a checkpoint is and what it can do"),
+    "data": ("distill.data.__main__", "Train", "look at what a training run will see"),
+    "rollouts": ("distill.rollouts", "Train", "collect a decoder's right answers to train on"),
+    "configs": ("d2f.shipped", "Models", "list the configurations that ship with this"),
 }
+HELP = """\
+usage: d2f COMMAND [options]
+
+Decode, distil and measure diffusion language models.
+{}
+d2f COMMAND --help shows examples and options; d2f --version;
+d2f --tyro-print-completion bash prints what bash (zsh, fish) completes d2f by."""
 Arguments = ParamSpec("Arguments")
 
 _called_as: str | None = None
@@ -59,24 +63,24 @@ def main(arguments: Sequence[str] | None = None) -> int | None:
     """Run the command that the first argument names; return its exit status."""
     given = list(sys.argv[1:] if arguments is None else arguments)
     if given in ([], ["-h"], ["--help"]):
-        width = max(map(len, COMMANDS))
-        print("usage: d2f COMMAND [options]\n")
-        print("Decode, distil and measure diffusion language models.\n\ncommands:")
-        for name, (_, does) in COMMANDS.items():
-            print(f"  {name:<{width}}  {does}")
-        print("\nd2f COMMAND --help lists the options of a command; d2f --version.")
+        groups: dict[str, str] = {}
+        for name, (_, group, does) in COMMANDS.items():
+            groups[group] = f"{groups.get(group, '')}  {name:<10}{does}\n"
+        print(HELP.format("".join(f"\n{group}\n{lines}" for group, lines in groups.items())))
         return DONE if given else BAD_INPUT
     if given == ["--version"]:
         print(f"d2f-toolkit {d2f.__version__}")
         return DONE
     name = given[0]
-    if name not in COMMANDS:
+    modules = {name: module for name, (module, *_) in COMMANDS.items()}
+    modules["--tyro-print-completion"] = "d2f.completion"
+    if name not in modules:
         hint = did_you_mean(name, COMMANDS)
         return say(f"error: no command {repr_of(name)}{hint} (d2f --help lists them)", BAD_INPUT)
     global _called_as
     _called_as = f"d2f {name}"
     sys.argv[1:] = given[1:]  # a command reads its own arguments there, as under python -m
-    status: int | None = import_module(COMMANDS[name][0]).main()
+    status: int | None = import_module(modules[name]).main()
     return status
 
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import os
 import sys
 import warnings
 from collections.abc import Iterator
@@ -24,12 +25,15 @@ _LOUD = (
 
 @contextlib.contextmanager
 def quiet(verbose: bool = False) -> Iterator[None]:
-    """Show only errors of other libraries: no notices, no FutureWarning or DeprecationWarning, no
-    bars while weights are read; downloads have a bar in a terminal. This project's own warnings
-    stay. verbose: change nothing."""
+    """Show only errors of other libraries: no notices, no FutureWarning or DeprecationWarning, and
+    bars only in a terminal, of what takes over five seconds. This project's own warnings stay.
+    verbose: change nothing."""
     if verbose:
         yield
         return
+    live = sys.stderr.isatty()
+    # tqdm reads these when it is first imported; some libraries' bars have no other switch.
+    os.environ.setdefault(*(("TQDM_DELAY", "5") if live else ("TQDM_DISABLE", "1")))
     with warnings.catch_warnings(), contextlib.ExitStack() as undo:
         for kind in (FutureWarning, DeprecationWarning):
             warnings.simplefilter("ignore", kind)
@@ -38,7 +42,7 @@ def quiet(verbose: bool = False) -> Iterator[None]:
         for logger in map(logging.getLogger, _LOUD):
             undo.callback(logger.setLevel, logger.level)
             logger.setLevel(logging.ERROR)
-        with loading_bars(False, downloads=sys.stderr.isatty()):
+        with loading_bars(live, downloads=live):
             yield
 
 

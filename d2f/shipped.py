@@ -62,6 +62,8 @@ class Options:
     name print the path of that one, as for accelerate launch --config_file "$(d2f configs ddp)".
     """
 
+    examples = ("d2f configs", "d2f configs tiny-d2f")
+
     name: Positional[str | None] = None
     """print the path of this one"""
 

@@ -1,4 +1,4 @@
-"""python -m decode.batch --model tiny-d2f --input prompts.jsonl --output answers
+"""python -m decode.batch prompts.jsonl answers --model tiny-d2f
 
 Answers every row of a file or data set, with one model or many at a time. `--help` lists the
 options. The folder of --output has a ledger of the answers as they come, and at the end::
@@ -21,15 +21,15 @@ from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
-from tyro.conf import arg
+from tyro.conf import Positional, arg
 
+from d2f import flags as command_line
 from d2f.command import command, say
 from d2f.data import BadRecord, Source
 from d2f.errors import InputError, one_line
 from d2f.files import locked, writing
 from d2f.flags import Switch
 from d2f.quiet import quiet
-from decode import cli
 from decode.cli import (
     BatchOptions,
     DecoderOptions,
@@ -62,7 +62,7 @@ CHUNK = 1000  # rows of a parquet file that are written at a time
 class InputOptions:
     """Rows to answer."""
 
-    input: Annotated[str, arg(metavar="FILE")]
+    input: Positional[str]
     """rows: JSONL, parquet (by its ending), or a data set, which is a folder of save_to_disk or a
     hub name"""
     split: Annotated[str | None, arg(metavar="NAME")] = None
@@ -80,7 +80,7 @@ class InputOptions:
 class OutputOptions(BatchOptions):
     """Run it, and write results."""
 
-    output: Annotated[str, arg(metavar="DIR")]
+    output: Positional[str]
     """folder for the answers; one of another run is refused"""
 
 
@@ -96,10 +96,15 @@ class Options(ModelOptions, InputOptions, DecoderOptions, OutputOptions, WorkerO
     interrupted, what is answered stays and the same command goes on.
     """
 
+    examples = (
+        "d2f batch prompts.jsonl answers",
+        "d2f batch openai/gsm8k answers --dataset-config main --split test --batch-size 64",
+    )
+
 
 def parse(arguments: Sequence[str] | None = None) -> Options:
     """Read the command line. Raises InputError, SystemExit after --help."""
-    return cli.parse(Options, arguments, usual="python -m decode.batch")
+    return command_line.parse(Options, arguments, usual="python -m decode.batch")
 
 
 class Rows(Source):

@@ -13,11 +13,10 @@ from functools import cached_property
 from importlib.util import find_spec
 from itertools import pairwise
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeVar
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from tyro.conf import Suppress, UseAppendAction, arg
 
-from d2f import flags as command_line
 from d2f.command import say
 from d2f.config import read_mapping
 from d2f.contract import FILE_NAME, Contract
@@ -31,24 +30,23 @@ from d2f.flags import (
     check_least,
     check_model_name,
 )
-from d2f.models import names, resolve
+from d2f.models import resolve
 from d2f.shipped import DECODING, find_config
 from d2f.tasks import DEFAULT_TASKS, Task, find_tasks, task_of_data
 from d2f.tasks.judges import CodeExecution
 from decode.decoders import DECODERS, Decoder, default_decoder, find_decoder
-from decode.decoders.base import Option, common_options, options_of
+from decode.decoders.base import Option, options_of
 
 if TYPE_CHECKING:
     from d2f.model import DiffusionModel
+    from d2f.parts import Outline
 
 DEFAULT_MODEL = "tiny-d2f"
 MOST_SAMPLES = 10_000  # answers a prompt
-SUMMARIES = (
-    "; ".join(f"{name}: {kind.summary}" for name, kind in DECODERS.items())
-    + "; module:Class: one of your own"
-)
+DECODER = "default: what suits the model"
 Kind = type[Decoder]
-Options = TypeVar("Options")
+DType = Literal["auto", "float32", "fp32", "bfloat16", "bf16", "float16", "fp16"]
+Quantization = Literal["int8", "int8-weight", "int4-weight", "nf4", "fp8"]
 
 
 # Extras: what a command needs beyond the package's own requirements.
@@ -76,36 +74,33 @@ def require_matplotlib(otherwise: str = "") -> None:
 class ModelOptions:
     """Choose the model and how it is loaded."""
 
-    model: Annotated[
-        str, arg(metavar="NAME", help=f"folder, hub name or bundled model ({', '.join(names())})")
-    ] = DEFAULT_MODEL
+    model: Annotated[str, arg(metavar="NAME")] = DEFAULT_MODEL
+    """folder, hub name or bundled model (`d2f info` lists them)"""
     adapter: Annotated[str | None, arg(metavar="NAME")] = None
     """LoRA adapter for it: folder or hub name"""
     merge: bool = True
-    """fold the adapter into the weights, or keep it beside them"""
+    """fold the adapter into the weights"""
     family: Annotated[str | None, arg(metavar="NAME")] = None
-    """llada, dream, sdar, wedlm or causal (default: what the checkpoint says); one that is named is
-    taken although the checkpoint has keys that it does not know"""
+    """llada, dream, sdar, wedlm, causal (default: the checkpoint's)"""
     mask_id: Annotated[int | None, arg(metavar="ID")] = None
-    """the mask token's id (default: what the checkpoint says)"""
-    dtype: Literal["auto", "float32", "fp32", "bfloat16", "bf16", "float16", "fp16"] | None = None
-    """auto is bfloat16 where that is fast: on a GPU, on a CPU with AMX or AVX512-BF16 (default:
-    float32 on a CPU, bfloat16 elsewhere)"""
-    quantize: Literal["int8", "int8-weight", "int4-weight", "nf4", "fp8"] | None = None
-    """weights in few bits (docs/low-precision.md says which device has which)"""
+    """the mask token's id (default: the checkpoint's)"""
+    dtype: Annotated[DType | None, arg(metavar="NAME")] = None
+    """float32, bfloat16, float16, or auto: bfloat16 where that is fast (default: float32 on a
+    CPU, bfloat16 elsewhere)"""
+    quantize: Annotated[Quantization | None, arg(metavar="NAME")] = None
+    """weights as int8, int8-weight, int4-weight, nf4, fp8"""
     device: Annotated[str | None, arg(metavar="NAME")] = None
-    """cpu, cuda, cuda:1, ... (default: cuda where there is one)"""
+    """cpu, cuda, cuda:1, ... (default: a GPU if there is one)"""
     threads: Annotated[int | Literal["auto"] | None, arg(metavar="N|auto")] = None
-    """of a forward on a CPU: N, or auto, up to the processors that this process may use (default:
-    auto, up to OMP_NUM_THREADS where that is set)"""
+    """of a CPU (default: auto, up to OMP_NUM_THREADS)"""
     compile: Switch = False
-    """compile the model's forwards, by torch.compile or, on a CPU, as one call of C++:
-    takes some seconds at the start and a C++ compiler on a CPU, then each costs less; it needs a
-    merged adapter"""
+    """compile the forwards: slower to start, then faster"""
     tensor_parallel: Annotated[int, arg(metavar="N")] = 1
-    """share the model among N processes, a GPU each: torchrun --nproc-per-node N -m COMMAND
-    --tensor-parallel N (docs/several-gpus.md)"""
+    """processes of torchrun that share the model"""
     verbose: Verbose = False
+
+    described: Suppress[Any] = field(default=None, compare=False, repr=False)
+    # What `checked_outline` read of the checkpoint, which `load` need not read again.
 
     def check(self) -> None:
         """Raise InputError for a model that cannot be, or flags that do not go together."""
@@ -140,14 +135,12 @@ class OneProcessModel(ModelOptions):
 
 @dataclass(kw_only=True)
 class WorkerOptions:
-    """Processes that decode."""
+    """Choose the processes that decode."""
 
     workers: Annotated[int, arg(metavar="N")] = 1
-    """processes that decode, each with the model and its share of the cores, or a GPU (more than
-    one need the extra ray). What is decoded does not depend on it"""
+    """processes that decode (more need the extra ray)"""
     address: Annotated[str | None, arg(metavar="HOST:PORT")] = None
-    """Ray cluster for the --workers (default: RAY_ADDRESS, else one on this machine while the
-    command runs)"""
+    """Ray cluster of the --workers (default: RAY_ADDRESS, else this machine)"""
 
     if TYPE_CHECKING:  # of the model's options, which every command with workers has
         tensor_parallel: int
@@ -173,13 +166,12 @@ class WorkerOptions:
 
 @dataclass(kw_only=True)
 class BatchOptions:
-    """Run it."""
+    """Size the batches."""
 
     batch_size: Annotated[int, arg(metavar="N")] = 32
-    """prompts that are decoded together, at least 1; the tokens do not depend on it"""
+    """prompts decoded together; the tokens do not depend on it"""
     max_rows: Annotated[int | None, arg(metavar="N")] = None
-    """rows that one forward should have, which bounds how wide lossless decoders speculate; the
-    tokens do not depend on it (default: a constant for the kind of device)"""
+    """rows up to which a forward speculates (default: by device)"""
 
     def check(self) -> None:
         """Raise InputError for a value out of range."""
@@ -188,25 +180,21 @@ class BatchOptions:
 
 @dataclass(kw_only=True)
 class TaskOptions:
-    """Problems to decode."""
+    """Choose the problems."""
 
     tasks: Annotated[str | None, arg(metavar="NAMES")] = None
-    """tasks, with commas: generated ones, task files (docs/evaluation.md) by path, or those that
-    `d2f configs` lists under evaluation (default: story,countdown,sudoku)"""
+    """with commas: tasks, files of some, or those of `d2f configs` under evaluation (default:
+    story,countdown,sudoku)"""
     data: Annotated[str | None, arg(metavar="FILE")] = None
-    """a task of your own instead: a file of rows (JSONL, parquet) or a data set, whose columns are
-    prompt, question or messages, and reference, answer or response"""
+    """problems of your own: JSONL, parquet or a data set"""
     judge: Annotated[str | None, arg(metavar="NAME")] = None
-    """who says what is right of --data: exact, numeric, choice, math, contains, or a function of
-    your own as module:function"""
-    data_files: Annotated[str | None, arg(metavar="SPLIT=FILE,...")] = None
-    """local files for the splits of the --tasks' data set, which is then not read:
-    test=PATH,train=PATH; 'test=PATH[10:510]' is a part of the rows"""
+    """of --data: exact, numeric, choice, math, contains or module:function"""
+    data_files: Annotated[str | None, arg(metavar="SPLIT=FILE")] = None
+    """local files in place of the data set of --tasks"""
     allow_code_execution: Switch = False
-    """let the judge python run what the model writes, on this machine: in a process of its own,
-    with limits, without network and files of yours"""
+    """run code that the model writes, in a sandbox"""
     unsafe: Switch = False
-    """the same, also where it cannot be kept from the network and the files"""
+    """also where the sandbox leaves it network or files"""
 
     @cached_property
     def chosen(self) -> tuple[Task, ...]:
@@ -235,15 +223,29 @@ class TaskOptions:
 
 @dataclass(kw_only=True)
 class DecoderOptions:
-    """An option that the chosen decoder does not have is an error."""
+    """Choose the decoder and its options: one that it does not have is an error."""
 
-    decoder: Annotated[str | None, arg(metavar="NAME", help=SUMMARIES)] = None
+    decoder: Annotated[str | None, arg(metavar="NAME")] = None
+    """one of these (default: what suits the model)"""
     config: Annotated[str | None, arg(metavar="FILE")] = None
-    """YAML of decoder options (tau_add: 0.1, ..., and decoder: d2f), a file or a name that `d2f
-    configs` lists under published or tuned; the command line overrides it"""
+    """YAML of its options, or published or tuned ones of `d2f configs`"""
     stop: Annotated[tuple[str, ...], UseAppendAction, arg(metavar="TEXT")] = ()
-    """end the response before this text; may be given several times"""
+    """end the response before it; may be given again"""
     given: Suppress[dict[str, Any]] = field(default_factory=dict)
+
+    @classmethod
+    def more(cls, words: Sequence[str]) -> list[Any]:
+        """Make a flag of each option of a decoder."""
+        return [decoder_flag(option, words) for option in decoder_options(words)]
+
+    @classmethod
+    def about(cls, words: Sequence[str]) -> str:
+        """Describe the decoder that the words name, else all."""
+        if (named := decoder_named(words)) is not None:
+            return f"{named}: {find_decoder(named).summary}"
+        first = "One's options: --decoder NAME --help. One of your own: module:Class."
+        lines = [f"  {name}: {kind.summary}" for name, kind in DECODERS.items()]
+        return "\n".join([first, "", *lines])
 
     def check(self) -> None:
         """Raise InputError for a decoder or configuration that is not there."""
@@ -266,69 +268,41 @@ def check_samples(flag: str, count: int) -> None:
         raise InputError(f"{flag} must lie in [1, {MOST_SAMPLES}], got {repr_of(count)}")
 
 
-# The decoders' options as flags: one flag a name, its help made from all decoders that have it.
+def decoder_options(words: Sequence[str], default: str | None = None) -> list[Option]:
+    """List the decoders' options that a command line may have, one a name, those that all decoders
+    have last: of all decoders, and of one of the user's own that the words name. --help is about
+    the named decoder, or the default one, alone. Raises InputError."""
+    named = decoder_named(words) or default
+    kinds = [*DECODERS.values(), *([] if named is None else [find_decoder(named)])]
+    found = {option.name: option for kind in kinds for option in options_of(kind)}
+    every = set.intersection(*({option.name for option in options_of(kind)} for kind in kinds))
+    if asks_help(words):
+        own = every if named is None else {option.name for option in options_of(kinds[-1])}
+        found = {name: option for name, option in found.items() if name in own}
+    return sorted(found.values(), key=lambda option: option.name in every)
 
 
-def parse(kind: type[Options], arguments: Sequence[str] | None = None, *, usual: str) -> Options:
-    """Read the command line of a command that has `DecoderOptions`: they get a flag for each option
-    of each decoder, also of one of the user's own that --decoder names. Raises InputError."""
-    kinds = offered(arguments)
-    flags = decoder_flags(kinds, options_by_name(kinds))
-    return command_line.parse(kind, arguments, usual=usual, more={DecoderOptions: flags})
-
-
-def decoder_flags(kinds: Sequence[Kind], names: Iterable[str]) -> list[tuple[str, Any, Any]]:
-    """Make fields for `make_dataclass` of these options, None where one is not given."""
-    found = options_by_name(kinds)
-    flags = []
-    for name in names:
-        option = found[name][-1][1]  # where they disagree, that of the user's own decoder
-        metavar = None if option.kind is bool or isinstance(option.kind, tuple) else option.unit
-        about = arg(metavar=metavar, help=help_of(found[name], len(kinds)), help_behavior_hint="")
-        flags.append((name, Annotated[_annotation(option), about], None))
-    return flags
-
-
-def _annotation(option: Option) -> Any:
-    return (Literal[option.kind] if isinstance(option.kind, tuple) else option.kind) | None
-
-
-def options_by_name(kinds: Iterable[Kind]) -> dict[str, list[tuple[Kind, Option]]]:
-    """Return each option of some decoders with every decoder that has it; those of one come
-    together, those that all have last."""
-    found: dict[str, list[tuple[Kind, Option]]] = {}
-    for kind in kinds:
-        for option in options_of(kind):
-            found.setdefault(option.name, []).append((kind, option))
-    last = common_options()
-    return {name: found[name] for name in sorted(found, key=lambda name: name in last)}
-
-
-def help_of(having: Sequence[tuple[Kind, Option]], count: int) -> str:
-    """Say what an option means, decoder by decoder where it means or is by default something else.
-    count: how many decoders there are; one that all of them have names none."""
-    parts = []
-    for meaning in dict.fromkeys(option.help for _, option in having):
-        same = [(kind, option) for kind, option in having if option.help == meaning]
-        defaults: dict[str, list[str]] = {}
-        for kind, option in same:
-            defaults.setdefault(option.shown, []).append(kind.name)
-        shown = "; ".join(
-            text if len(defaults) == 1 else f"{', '.join(names)} {text}"
-            for text, names in defaults.items()
-        )
-        who = "" if len(same) == count else f"{', '.join(kind.name for kind, _ in same)}: "
-        parts.append(f"{who}{meaning} (default: {shown})")
-    return "; ".join(parts)
-
-
-def offered(arguments: Sequence[str] | None) -> list[Kind]:
-    """Return the decoders whose options a command line may have: those of the package, and one of
-    the user's own that it names, which brings flags of its own. Raises InputError."""
-    words = [*(sys.argv[1:] if arguments is None else arguments), ""]
+def decoder_named(words: Sequence[str]) -> str | None:
+    """Return what the words of a command line name after --decoder, None for nothing."""
     named = [after for word, after in pairwise(words) if word == "--decoder"]
-    named += [w.partition("=")[2] for w in words if w.startswith("--decoder=")]
-    return [*DECODERS.values(), *(find_decoder(name) for name in named[-1:] if ":" in name)]
+    named += [word.partition("=")[2] for word in words if word.startswith("--decoder=")]
+    return named[-1] if named else None
+
+
+def asks_help(words: Sequence[str]) -> bool:
+    return bool({"-h", "--help"} & {*words})
+
+
+def decoder_flag(option: Option, words: Sequence[str] = ()) -> tuple[str, Any, Any]:
+    """Make a field for `make_dataclass` of an option, None where it is not given."""
+    said, metavar = f"{option.help} (default: {option.shown})", option.unit
+    kind: Any = option.kind
+    if isinstance(kind, tuple):
+        said, kind, metavar = f"{', '.join(kind)}: {said}", Literal[kind], "NAME"
+    about = arg(metavar=None if kind is bool else metavar, help=said, help_behavior_hint="")
+    if kind is bool and asks_help(words):  # of --x and --no-x what changes something
+        return option.name, Annotated[Switch, about], field(default=option.default)
+    return option.name, Annotated[kind | None, about], None
 
 
 # The decoder of a run and its options: the command line comes before a YAML file.
@@ -352,20 +326,18 @@ class DecoderSettings:
             kinds = [default_decoder(contract)]
         else:
             kinds = [kind for kind in DECODERS.values() if {*self.given} <= {*option_names(kind)}]
-            if not kinds:
-                raise InputError(f"no decoder has all of the options {', '.join(self.given)}")
-        if "max_new_tokens" in self.given:
-            lengths = [self.given["max_new_tokens"]]
-        for length in lengths:
-            faults = []
-            for kind in kinds:
-                try:
+        if not kinds:
+            raise InputError(f"no decoder has all of the options {', '.join(self.given)}")
+        lengths = [self.given["max_new_tokens"]] if "max_new_tokens" in self.given else [*lengths]
+        faults = []
+        for kind in kinds:
+            try:
+                for length in lengths:
                     self._build(kind, length, contract)
-                    break
-                except InputError as error:
-                    faults.append(error)
-            else:
-                raise faults[0]
+                return
+            except InputError as error:
+                faults.append(error)
+        raise faults[0]
 
     def decoder(self, model: DiffusionModel, length: int | None = None) -> Decoder:
         """Return the decoder that was named, else the model's default one, with every option
@@ -462,18 +434,22 @@ def check_options(options: ModelOptions) -> None:
 
 def checked_outline(options: ModelOptions) -> DiffusionModel:
     """Check the device, and outline the model that the options name. Raises InputError."""
+    from d2f.loading import describe
+
     check_options(options)
-    return outline(
-        options.model, options.adapter, options.family, options.tensor_parallel, options.mask_id
+    described = describe(
+        options.model, adapter=options.adapter, family=options.family, mask_id=options.mask_id
     )
+    if getattr(options, "workers", 1) == 1:  # several may be on other machines
+        options.described = described
+    return outline(described, tensor_parallel=options.tensor_parallel)
 
 
 def outline(
-    name: str,
+    model: str | Outline,
     adapter: str | None = None,
     family: str | None = None,
     tensor_parallel: int = 1,
-    mask_id: int | None = None,
 ) -> DiffusionModel:
     """Load a model without its weights, which are neither read nor fetched: its contract (the
     adapter's where it has one), tokenizer and context, which a decoder and prompts are checked
@@ -481,7 +457,9 @@ def outline(
     import d2f
     from d2f.loading import describe
 
-    shape = describe(name, adapter=adapter, family=family, mask_id=mask_id)
+    shape = model
+    if isinstance(shape, str):
+        shape = describe(shape, adapter=adapter, family=family)
     shape = replace(shape, adapter=None, base_contract=shape.contract)
     return d2f.load(shape, device="meta", tensor_parallel=tensor_parallel)
 
@@ -492,15 +470,15 @@ def load(options: ModelOptions) -> tuple[DiffusionModel, str]:
     import d2f
     from d2f.quantize import slowness
 
+    named = ("adapter", "family", "mask_id")
+    described, options.described = options.described, None
     model = d2f.load(
-        options.model,
-        adapter=options.adapter,
-        family=options.family,
-        mask_id=options.mask_id,
+        described or options.model,
+        **({} if described else {name: getattr(options, name) for name in named}),
         dtype=options.dtype,
         device=options.device,
         quantize=options.quantize,
-        progress=options.verbose,
+        progress=options.verbose or sys.stderr.isatty(),
         tensor_parallel=options.tensor_parallel,
         threads=options.threads,
     )

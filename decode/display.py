@@ -10,7 +10,15 @@ from typing import TYPE_CHECKING
 from rich.console import Console, ConsoleOptions, Group, RenderResult
 from rich.live import Live
 from rich.panel import Panel
-from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+from rich.progress import (
+    BarColumn,
+    Progress,
+    ProgressColumn,
+    Task,
+    TextColumn,
+    TimeElapsedColumn,
+    TimeRemainingColumn,
+)
 from rich.segment import SegmentLines
 from rich.table import Table
 from rich.text import Text
@@ -220,6 +228,14 @@ class Running:
             yield Text(f"… and {hidden} more", "dim", no_wrap=True, overflow="ellipsis")
 
 
+class Rate(ProgressColumn):
+    """Show how many are done a second, or a minute where it is fewer than one."""
+
+    def render(self, task: Task) -> Text:
+        speed = task.finished_speed or task.speed or 0.0
+        return Text(f"{speed:.1f}/s" if speed >= 1 or not speed else f"{60 * speed:.1f}/min")
+
+
 class ShownProgress:
     """Print lines, and draw a bar of what is left in a terminal; do nothing without a console.
     unit: what is counted."""
@@ -231,6 +247,7 @@ class ShownProgress:
             TextColumn("{task.description}", markup=False),
             BarColumn(bar_width=None),
             TextColumn(f"{{task.completed}}/{{task.total}} {unit}"),
+            Rate(),
             TimeElapsedColumn(),
             TimeRemainingColumn(),
             console=console,

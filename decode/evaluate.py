@@ -1,8 +1,5 @@
-"""python -m decode.evaluate --model tiny-d2f --problems 500
-
-Decodes problems of tasks with one model and one decoder, judges the answers, and says how right and
-how fast they were. `--help` lists the options, docs/evaluation.md says what a task is.
-"""
+"""Decode problems of tasks with one model and one decoder, and say how right and how fast the
+answers are: d2f evaluate."""
 
 from __future__ import annotations
 
@@ -20,13 +17,13 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 import numpy as np
 from tyro.conf import arg
 
+from d2f import flags as command_line
 from d2f.command import command, say
 from d2f.errors import InputError, OutputError
 from d2f.files import locked, write_beside
 from d2f.flags import check_least
 from d2f.quiet import quiet
 from d2f.tasks import Problem, Task
-from decode import cli
 from decode.cli import (
     BatchOptions,
     DecoderOptions,
@@ -67,15 +64,14 @@ ANSWERS = "answers.jsonl"  # in the folder of --output
 class ProblemOptions:
     """Choose problems, and how often each is answered."""
 
-    split: Literal["tuning", "heldout", "all"] = "heldout"
-    """which problems; all: every row of a task's data, also those that tuning may see"""
+    split: Annotated[Literal["tuning", "heldout", "all"], arg(metavar="NAME")] = "heldout"
+    """tuning, heldout or all, of data every row"""
     problems: Annotated[int | None, arg(metavar="N")] = None
-    """of each task, at least 1 (default: 500 generated ones, of data all that there are)"""
+    """of each task (default: 500 generated ones, all of data)"""
     samples: Annotated[int, arg(metavar="N")] = 1
-    """answers a problem, each with a seed of its own: several need a --temperature"""
+    """answers a problem; several need a --temperature"""
     pass_at: Annotated[str, arg(metavar="LIST")] = ""
-    """1,10: the chance that one of so many samples is right, from --samples that are at least as
-    many (the unbiased estimator of the HumanEval paper)"""
+    """1,10: the chance that one of so many samples is right"""
 
     def check(self) -> None:
         """Raise InputError for a value out of range."""
@@ -101,13 +97,11 @@ class OutputOptions(BatchOptions):
     """Run it, and write results."""
 
     output: Annotated[str | None, arg(metavar="DIR")] = None
-    """folder for answers.jsonl (every answer as it comes; the same command again goes on where it
-    stopped) and report.json"""
+    """folder for the answers as they come, where the same command again goes on, and report.json"""
     json: Annotated[Path | None, arg(metavar="FILE")] = None
     """file for the numbers alone"""
     judge_jobs: Annotated[int | None, arg(metavar="N")] = None
-    """processes of the judges python and math, each for a response, at least 1; the verdicts do not
-    depend on it (default: a core each, 8 at most)"""
+    """processes of the judges python and math (default: one a core)"""
 
     def check(self) -> None:
         """Raise InputError for a value out of range."""
@@ -119,21 +113,37 @@ class OutputOptions(BatchOptions):
 class Options(
     ModelOptions, TaskOptions, ProblemOptions, DecoderOptions, OutputOptions, WorkerOptions
 ):
-    """Decode problems of tasks with one model and one decoder, and say for each task: accuracy with
-    its 95 % interval, forwards, visible tokens (before the first end token) and tokens per forward;
-    of several samples a problem pass@k and the majority vote too.
+    """Decode problems of tasks and say for each: accuracy with its 95 % interval, forwards, visible
+    tokens (before the first end token) and tokens per forward; of several samples pass@k and the
+    majority vote.
 
-    The tasks are the tiny ones, task files, or a file or data set of your own with a judge: --tasks
-    gsm8k, --tasks my_task.yaml, or --data problems.jsonl --judge numeric.
-
-    Exit status: 0 done; 1 the model gave NaN or infinite logits; 2 bad input, found before any
-    work; 130 interrupted, the answers in --output stay and the same command goes on.
+    Exit status: 0 done; 1 NaN or infinite logits; 2 bad input, found before any work; 130
+    interrupted, the same command goes on.
     """
+
+    examples = (
+        "d2f evaluate --tasks story,sudoku --problems 200 --json numbers.json",
+        "d2f evaluate --data problems.jsonl --judge numeric --output runs/mine",
+    )
+
+
+@command(interrupted="interrupted; the answers in an --output stay, the same command goes on")
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Run the command."""
+    options = parse(arguments)
+    with quiet(options.verbose):
+        if followed(options):
+            return
+        if options.json is not None:
+            check_place(options.json, "--json")
+        report = run(options)
+    if options.json is not None:
+        _keep(report, options.json)
 
 
 def parse(arguments: Sequence[str] | None = None) -> Options:
     """Read the command line. Raises InputError, SystemExit after --help."""
-    return cli.parse(Options, arguments, usual="python -m decode.evaluate")
+    return command_line.parse(Options, arguments, usual="python -m decode.evaluate")
 
 
 def run(options: Options) -> dict[str, Any]:
@@ -145,40 +155,27 @@ def run(options: Options) -> dict[str, Any]:
         folder = None
         if options.output is not None:
             folder = stack.enter_context(locked(check_folder(options.output)))
-        report = _run(options, folder)
+        # Cheap checks come first: flags, data, the model's shape, which run the folder is of.
+        settings = read_settings(options)
+        settings.check((task.response_length for task in options.chosen), options)
+        sources = {}
+        for task in options.chosen:
+            problems = draw_problems(task, options.split, options.problems or task.default_count)
+            sources[task] = task_sources(task, problems)
+        shape, samples = checked_outline(options), ("--samples", options.samples)
+        jobs = [make_jobs(shape, s, settings, raw=False, samples=samples) for s in sources.values()]
+        every = [job for some in jobs for job in some]
         if folder is not None:
-            _keep(report, folder / "report.json")
-    return report
-
-
-def _run(options: Options, folder: Path | None) -> dict[str, Any]:
-    # Cheap checks come first: flags, data, the model's shape, which run the folder is of.
-    settings = read_settings(options)
-    settings.check((task.response_length for task in options.chosen), options)
-    sources = {}
-    for task in options.chosen:
-        problems = draw_problems(task, options.split, options.problems or task.default_count)
-        sources[task.name] = task_sources(task, problems)
-    shape = checked_outline(options)
-    samples = ("--samples", options.samples)
-    jobs = {
-        name: make_jobs(shape, known, settings, raw=False, samples=samples)
-        for name, known in sources.items()
-    }
-    every = [job for some in jobs.values() for job in some]
-    if folder is not None:
-        refuse_early(folder / ANSWERS, describe(options, shape, "", every))
-    give_notices(options.chosen)
-    for task in options.chosen:
-        kept = task.kept_back(options.split)
-        if kept and options.problems is None:
-            count = len(sources[task.name])
-            say(
-                f"notice: {task.name}: the {options.split} split has {count} of its "
-                f"{count + kept} problems; --split all takes every one"
-            )
-    with workers(options) as crew, ExitStack() as stack:
-        settled, around, doubt = crew.ask(_about, every)
+            refuse_early(folder / ANSWERS, describe(options, shape, "", every)[0])
+        give_notices(options.chosen)
+        for task, those in sources.items():
+            if (kept := task.kept_back(options.split)) and options.problems is None:
+                say(
+                    f"notice: {task.name}: the {options.split} split has {len(those)} of its "
+                    f"{len(those) + kept} problems; --split all takes every one"
+                )
+        crew = stack.enter_context(workers(options))
+        settled, around, doubt = crew.ask(describe, every)
         if doubt is not None:
             say(f"notice: {doubt}")
         ledger = None
@@ -188,10 +185,10 @@ def _run(options: Options, folder: Path | None) -> dict[str, Any]:
         judges = stack.enter_context(JudgePool(options.judge_jobs or default_jobs()))
         shown = stack.enter_context(ShownProgress(standard_output(), "answers"))
         rows = []
-        for task in options.chosen:
+        for task, its in zip(options.chosen, jobs, strict=True):
             decoded = decode_jobs(
                 crew,
-                jobs[task.name],
+                its,
                 batch_size=options.batch_size,
                 max_rows=options.max_rows,
                 ledger=ledger,
@@ -210,35 +207,32 @@ def _run(options: Options, folder: Path | None) -> dict[str, Any]:
             }
             shown.say(line(row))
             rows.append(row)
-    if judges.failed:
-        say(f"notice: {judges.failed} responses were judged wrong because their judge did not end")
-    return {
-        "model": options.model,
-        "adapter": settled["adapter"],
-        "decoder": every[0].decoder.name,
-        "settings": settings.given,
-        "environment": around,
-        "rows": rows,
-    }
+        if judges.failed:
+            wrong = f"{judges.failed} responses were judged wrong"
+            say(f"notice: {wrong} because their judge did not end")
+        report = {
+            "model": options.model,
+            "adapter": settled["adapter"],
+            "decoder": every[0].decoder.name,
+            "settings": settings.given,
+            "environment": around,
+            "rows": rows,
+        }
+        if folder is not None:
+            _keep(report, folder / "report.json")
+    return report
 
 
 def describe(
     options: Options, model: DiffusionModel, weights: str, jobs: Sequence[Job]
-) -> dict[str, Any]:
-    """Return what decides a run's answers and verdicts."""
-    return {
+) -> tuple[dict[str, Any], dict[str, Any], str | None]:
+    """Return what decides a run's answers and verdicts, the environment, and a warning."""
+    settled = {
         **header(options, model, weights, jobs),
         "tasks": {task.name: task.identity for task in options.chosen},
         "split": options.split,
         "samples": options.samples,
     }
-
-
-def _about(
-    options: Options, model: DiffusionModel, weights: str, jobs: Sequence[Job]
-) -> tuple[dict[str, Any], dict[str, Any], str | None]:
-    """Return, where the model is loaded, what decides the run, the environment, and a warning."""
-    settled = describe(options, model, weights, jobs)
     return settled, environment(model), doubt_of(model, jobs[0].decoder)
 
 
@@ -250,20 +244,6 @@ def _keep(report: dict[str, Any], path: Path) -> None:
     except OutputError as error:
         print(text, end="", flush=True)
         raise OutputError(f"{error}; the numbers are above instead") from error
-
-
-@command(interrupted="interrupted; the answers in an --output stay, the same command goes on")
-def main(arguments: Sequence[str] | None = None) -> None:
-    """Run the command."""
-    options = parse(arguments)
-    with quiet(options.verbose):
-        if followed(options):
-            return
-        if options.json is not None:
-            check_place(options.json, "--json")
-        report = run(options)
-    if options.json is not None:
-        _keep(report, options.json)
 
 
 class _Counting(Display):
@@ -342,53 +322,29 @@ def majority(task: Task, group: Sequence[Record]) -> bool | None:
 def _share(values: Sequence[float]) -> dict[str, float]:
     """Return the mean of a value in [0, 1] for each problem, with its 95 % interval."""
     low, high = wilson(sum(values), len(values))
-    return {
-        "accuracy": sum(values) / len(values),
-        "accuracy_low": low,
-        "accuracy_high": high,
-    }
+    return {"accuracy": sum(values) / len(values), "accuracy_low": low, "accuracy_high": high}
 
 
 def line(row: dict[str, Any]) -> str:
     """Format what was measured of a task, a line for each figure."""
 
     def share(of: dict[str, Any]) -> str:
-        return f"(95 % {of['accuracy_low']:.1%} to {of['accuracy_high']:.1%})"
+        return f"{of['accuracy']:6.1%} (95 % {of['accuracy_low']:.1%} to {of['accuracy_high']:.1%})"
 
     responses = row["problems"] * row["samples"]
-    lines = [
-        f"{row['task']:<10} {row['right']:>4} of {responses} right {row['accuracy']:6.1%} "
-        f"{share(row)}  {row['tokens_per_forward']:5.2f} visible tokens a forward  "
+    first = (
+        f"{row['task']:<10} {row['right']:>4} of {responses} right {share(row)}  "
+        f"{row['tokens_per_forward']:5.2f} visible tokens a forward  "
         f"{row['forwards'] / responses:6.1f} forwards a problem"
-        + ("" if row["seconds"] is None else f"  {row['seconds']:6.1f} s")
-        + (f"  p_cache {row['p_cache']:.2f}" if "p_cache" in row else "")
-    ]
+    )
+    first += "" if row["seconds"] is None else f"  {row['seconds']:6.1f} s"
+    first += f"  p_cache {row['p_cache']:.2f}" if "p_cache" in row else ""
     more = {f"pass@{k}": found for k, found in row.get("pass_at", {}).items()}
     if "majority" in row:
         more[f"majority of {row['samples']}"] = row["majority"]
-    lines += [f"{'':<10} {name} {of['accuracy']:.1%} {share(of)}" for name, of in more.items()]
-    return "\n".join(lines)
-
-
-@dataclass(frozen=True)
-class Judged:
-    """Problems that were decoded together: a result and a verdict each, and the wall seconds of
-    the decoding, prompts included."""
-
-    results: list[Result]
-    right: list[bool]
-    seconds: float
-
-    def measurements(self) -> Measurements:
-        """Return them problem by problem; the seconds are shared by each one's own time."""
-        own = np.array([result.seconds for result in self.results])
-        return Measurements(
-            np.array(self.right, dtype=bool),
-            np.array([len(result.tokens) for result in self.results], dtype=np.int64),
-            np.array([result.forwards for result in self.results], dtype=np.int64),
-            # Requests of a batch overlap: scaled, their seconds add up to the time that passed.
-            own * (self.seconds / own.sum()),
-        )
+    return "\n".join(
+        [first, *(f"{'':<10} {name} {share(of).lstrip()}" for name, of in more.items())]
+    )
 
 
 def decode_and_judge(
@@ -398,7 +354,7 @@ def decode_and_judge(
     problems: Sequence[Problem],
     *,
     batch_size: int,
-) -> Judged:
+) -> tuple[list[Result], Measurements]:
     """Decode the problems and judge the responses; the time of the judging is not counted."""
     from decode.api import generate
 
@@ -407,7 +363,14 @@ def decode_and_judge(
     results = generate(model, ids, decoder, batch_size=batch_size)
     seconds = time.perf_counter() - began
     right = [task.right(p, r.text or "") for p, r in zip(problems, results, strict=True)]
-    return Judged(results, right, seconds)
+    own = np.array([result.seconds for result in results])
+    return results, Measurements(
+        np.array(right, dtype=bool),
+        np.array([len(result.tokens) for result in results], dtype=np.int64),
+        np.array([result.forwards for result in results], dtype=np.int64),
+        # Requests of a batch overlap: scaled, their seconds add up to the time that passed.
+        own * (seconds / own.sum()),
+    )
 
 
 if __name__ == "__main__":

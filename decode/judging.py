@@ -40,14 +40,16 @@ class JudgePool:
             alone = self._judge({number: slow[number]})
             self.failed += not alone
             found[number] = alone.get(number, False)
-        return [
-            found[number] if number in slow else task.right(problem, text)
-            for number, (task, problem, text) in enumerate(asked)
-        ]
+        for number, (task, problem, text) in enumerate(asked):
+            if number not in slow:
+                found[number] = task.right(problem, text)
+        return [found[number] for number in range(len(asked))]
 
     def _judge(self, asked: Mapping[int, Asked]) -> dict[int, bool]:
         """Return the verdicts there are before a process dies."""
-        if asked and self._pool is None:
+        if not asked:
+            return {}
+        if self._pool is None:
             # Spawned: a forked process would hold this one's threads and CUDA. The parent decides
             # what an interrupt ends.
             spawn, ignore = multiprocessing.get_context("spawn"), (signal.SIGINT, signal.SIG_IGN)
@@ -55,7 +57,6 @@ class JudgePool:
         futures: dict[int, Future[bool]] = {}
         try:
             for number, one in asked.items():
-                assert self._pool is not None
                 futures[number] = self._pool.submit(_verdict, *one)
             return {number: future.result() for number, future in futures.items()}
         except BrokenProcessPool:

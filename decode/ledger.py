@@ -79,9 +79,9 @@ class Ledger:
         self._started = bool(self.rows)
 
     def _read(self, ignored: set[str]) -> None:
-        there: dict[str, Any] = {}
         if not self.path.exists():
             return
+        there: dict[str, Any] = {}
         with self.path.open("rb") as lines:
             for number, line in enumerate(lines, 1):
                 try:

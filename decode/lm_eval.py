@@ -1,9 +1,11 @@
-"""python -m decode.lm_eval --model d2f --model_args pretrained=tiny-d2f,tau_conf=0.9 \\
+"""examples:
+  python -m decode.lm_eval --model d2f --model_args pretrained=tiny-d2f,tau_conf=0.9 \\
     --tasks d2f_story --apply_chat_template --limit 100 --output_path results
+  python -m decode.lm_eval ls tasks
 
 lm-evaluation-harness on our models and decoders: its command line and its arguments, with the model
 `d2f` and the tasks d2f_story, d2f_countdown, d2f_sudoku and d2f_coding besides its own.
-`run --help` and `ls tasks` are its, too. --model_args of d2f:
+`run --help` is its, too. --model_args of d2f:
 
   pretrained, adapter, family, dtype, quantize, merge, compile
       the model, as the other commands take it

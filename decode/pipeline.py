@@ -1,14 +1,11 @@
-"""Decode held-out problems or prompts, and show the pipeline live.
-
-python -m decode.pipeline --tau-add 0.1
-"""
+"""Decode held-out problems or prompts, and show the pipeline live: d2f decode."""
 
 from __future__ import annotations
 
 import json
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, nullcontext
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -18,12 +15,12 @@ from rich.console import Console
 from rich.text import Text
 from tyro.conf import arg
 
+from d2f import flags as command_line
 from d2f.command import command, say
 from d2f.errors import InputError
 from d2f.files import write_beside
 from d2f.flags import Switch, check_least
 from d2f.quiet import quiet
-from decode import cli
 from decode.cli import (
     BatchOptions,
     DecoderOptions,
@@ -65,16 +62,15 @@ class PromptOptions:
     """Choose prompts; held-out problems by default."""
 
     prompt: Annotated[str | None, arg(metavar="TEXT")] = None
-    """one user message, through the tokenizer's chat template"""
+    """a user's message, through the chat template"""
     prompts_file: Annotated[str | None, arg(metavar="FILE")] = None
-    """JSONL, - for standard input: a line has one of prompt (text), messages (role and content) or
-    ids (token ids), and may have an id (default: its line number)"""
+    """JSONL or - (standard input): prompt, messages or ids, and perhaps an id"""
     raw: Switch = False
-    """take text prompts as they are, without the chat template"""
+    """take text as it is, without the chat template"""
     problems: Annotated[int | None, arg(metavar="N")] = None
-    """held-out problems a task, at least 1 (default: 2)"""
+    """held-out problems a task (default: 2)"""
     n: Annotated[int, arg(metavar="N")] = 1
-    """answers a prompt, at least 1, each with a seed of its own; their ids are ID#1, ID#2, ..."""
+    """answers a prompt, each with a seed of its own"""
 
     def check(self) -> None:
         """Raise InputError for flags that do not go together."""
@@ -94,20 +90,20 @@ class PromptOptions:
 
 @dataclass(kw_only=True)
 class OutputOptions(BatchOptions):
-    """Run it, and write results."""
+    """Run it, and show or write results."""
 
     batch_size: Annotated[int, arg(metavar="N")] = 1
-    """prompts that are decoded together, at least 1; the tokens do not depend on it"""
+    """prompts decoded together; the tokens do not depend on it"""
     output: Annotated[str | None, arg(metavar="FILE")] = None
-    """JSONL: the run's settings, then a line a result as it comes; the same command again goes on
-    where it stopped"""
+    """JSONL of the results; the same command again goes on where it stopped"""
     trace: Annotated[str | None, arg(metavar="FILE")] = None
-    """JSON of every forward: rows fed, block states, tokens, confidences"""
+    """JSON of every forward: rows, blocks, confidences"""
     pause: Annotated[float | None, arg(metavar="SECONDS")] = None
-    """how long each forward stays on the screen, in a terminal and one prompt at a time; not
-    counted in any time (default: 0.05, until that was 3 seconds in all)"""
+    """that a terminal shows each forward (default: 0.05, at most 3 in all)"""
     quiet: Switch = False
     """only the totals; with --prompt only the response"""
+    json: Switch = False
+    """print results alone, as lines of JSON"""
 
     def check(self) -> None:
         """Raise InputError for a value out of range."""
@@ -118,21 +114,22 @@ class OutputOptions(BatchOptions):
 
 @dataclass(kw_only=True)
 class Options(ModelOptions, PromptOptions, TaskOptions, DecoderOptions, OutputOptions):
-    """Decode a few held-out problems with the bundled D2F model and show the pipeline live in a
-    terminal: the state of each block, its tokens as they appear.
+    """Decode prompts or held-out problems, and show the blocks live in a terminal.
 
-    For each problem it then says whether the answer is right, visible tokens per second, forwards
-    (calls of the model) and tokens per forward. Where standard output is not a terminal it prints
-    plain lines.
-
-    Exit status: 0 done; 1 the model gave NaN or infinite logits; 2 bad input, found before any
-    work, with nothing written; 130 interrupted, the output lines written so far stay.
+    Prints whether an answer is right, visible tokens per second, forwards (calls of the model) and
+    tokens per forward. Exit status: 0 done; 1 NaN or infinite logits; 2 bad input, found before any
+    work; 130 interrupted.
     """
+
+    examples = (
+        "d2f decode --prompt 'Use 3, 5 and 27 to make 12.' --tau-conf 0.8",
+        "d2f decode --tasks sudoku --problems 100 --batch-size 16 --output sudoku.jsonl",
+    )
 
 
 def parse(arguments: Sequence[str] | None = None) -> Options:
     """Read the command line. Raises InputError, SystemExit after --help."""
-    return cli.parse(Options, arguments, usual="python -m decode.pipeline")
+    return command_line.parse(Options, arguments, usual="python -m decode.pipeline")
 
 
 @command(interrupted="interrupted; an --output keeps its lines, the same command goes on")
@@ -140,10 +137,10 @@ def main(arguments: Sequence[str] | None = None, console: Console | None = None)
     """Run the command and return its exit status. console: default standard output."""
     options = parse(arguments)
     with quiet(options.verbose):
-        run(options, console)
+        run(options, console or standard_output())
 
 
-def run(options: Options, console: Console | None = None) -> None:
+def run(options: Options, console: Console) -> None:
     """Decode what the options say. Raises InputError before any work, RankError."""
     # From the cheapest check to the dearest: flags, files, the model's shape, then its weights.
     settings = read_settings(options)
@@ -155,11 +152,9 @@ def run(options: Options, console: Console | None = None) -> None:
     settings.check(lengths, options)
     if followed(options):
         return
-    console = console or standard_output()
-    live = is_live(console) and not options.quiet
+    live = is_live(console) and not (options.quiet or options.json)
     with ExitStack() as stack:
-        loading = console.status(Text(f"loading {options.model}")) if live else nullcontext()
-        with loading:
+        with console.status(Text(f"loading {options.model}")) if live else nullcontext():
             shape = checked_outline(options)
             jobs = make_jobs(shape, sources, settings, raw=options.raw, samples=("--n", options.n))
             if options.output is not None:
@@ -174,12 +169,12 @@ def run(options: Options, console: Console | None = None) -> None:
             say(f"notice: {doubt}")
         if ledger is not None:
             ledger.say_what_is_there(len(jobs), "prompts")
-        # Several prompts at once would each wait for the others' pauses.
-        pause = options.pause if options.batch_size == 1 else 0.0
         shown: list[Display] = []
         if live:
+            # Several prompts at once would each wait for the others' pauses.
+            pause = options.pause if options.batch_size == 1 else 0.0
             shown.append(LiveDisplay(console, model.tokenizer, model.end_ids, pause=pause))
-        elif not options.quiet:
+        elif not (options.quiet or options.json):
             shown.append(Plain(console))
         trace = None if options.trace is None else Trace(options.trace)
         decoded = decode_jobs(
@@ -249,45 +244,40 @@ def _report(options: Options, console: Console, model: DiffusionModel, decoded: 
     longest = max((record.max_new_tokens for record in empty), default=0)
     if (notice := empty_notice(model, len(empty), longest)) is not None:
         say(f"notice: {notice}")
-    if options.prompt is not None and options.quiet:
+    if options.json or (options.prompt is not None and options.quiet):
         for record in decoded.records:
-            print(record.shown, file=console.file)
+            line = json.dumps(asdict(record)) if options.json else record.shown
+            print(line, file=console.file)
         return
-    lines = totals(decoded.records, batch_size=options.batch_size)
-    if options.batch_size > 1 and decoded.new:
-        tokens, seconds = sum(len(record.tokens) for record in decoded.new), decoded.seconds
-        lines.append(
-            f"together: {tokens} tokens in {seconds:.2f} s, {tokens / seconds:.1f} tokens/s"
-        )
+    for line in totals(decoded, batch_size=options.batch_size):
+        print(line, file=console.file)
     threads = f", {model.threads} threads" if model.device.type == "cpu" else ""
-    lines.append(
+    print(
         "counted: visible tokens, up to the end token; seconds of decoding alone, after an untimed "
         f"warm-up of {WARM_UP_FORWARDS} forwards; batch {options.batch_size}; {options.model}, "
-        f"{model.precision}, {model.device}{threads}{', compiled' * model.is_compiled}"
+        f"{model.precision}, {model.device}{threads}{', compiled' * model.is_compiled}",
+        file=console.file,
     )
-    for line in lines:
-        print(line, file=console.file)
 
 
-def totals(records: Sequence[Record], *, batch_size: int) -> list[str]:
-    """Write a line for each task: right k of n, tokens/s, tokens/forward."""
-    # In a batch the seconds of requests overlap, so this is what each of them had.
-    speed = "tokens/s" if batch_size == 1 else "tokens/s a prompt"
+def totals(decoded: Decoded, *, batch_size: int) -> Iterator[str]:
+    """Yield a line for each task: right k of n, tokens/s, tokens/forward; and for a batch one."""
     groups: dict[str, list[Record]] = {}
-    for record in records:
+    for record in decoded.records:
         groups.setdefault(record.task or "prompts", []).append(record)
-    lines = []
     for group, part in groups.items():
-        tokens = sum(len(record.tokens) for record in part)
-        forwards = sum(record.forwards for record in part)
-        seconds = sum(record.seconds for record in part)
+        tokens, forwards, seconds = (
+            sum(values)
+            for values in zip(*((len(r.tokens), r.forwards, r.seconds) for r in part), strict=True)
+        )
         judged = [record.right for record in part if record.right is not None]
         what = f"right {sum(judged)} of {len(judged)}" if judged else f"{len(part)} decoded"
-        lines.append(
-            f"{group:<10} {what:<16} {tokens / seconds:.1f} {speed}  "
-            f"{tokens / forwards:.2f} tokens/forward"
-        )
-    return lines
+        # In a batch the seconds of requests overlap, so this is what each of them had.
+        speed = f"{tokens / seconds:.1f} tokens/s{' a prompt' * (batch_size > 1)}"
+        yield f"{group:<10} {what:<16} {speed}  {tokens / forwards:.2f} tokens/forward"
+    if batch_size > 1 and decoded.new:
+        tokens, seconds = sum(len(record.tokens) for record in decoded.new), decoded.seconds
+        yield f"together: {tokens} tokens in {seconds:.2f} s, {tokens / seconds:.1f} tokens/s"
 
 
 if __name__ == "__main__":

@@ -1,4 +1,5 @@
-"""python -m decode.record_states --model tiny-d2f --tasks story,sudoku --output runs/states.json"""
+"""Record the states of D2F's pipeline while it decodes problems, for training with them:
+python -m decode.record_states states.json."""
 
 from __future__ import annotations
 
@@ -6,9 +7,9 @@ import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
-from tyro.conf import Suppress
+from tyro.conf import Positional, Suppress, arg
 
 from d2f import flags as command_line
 from d2f.command import command
@@ -16,9 +17,10 @@ from d2f.errors import InputError
 from d2f.files import locked_file, make_folder
 from d2f.flags import check_least
 from d2f.quiet import quiet
-from decode.cli import OneProcessModel, TaskOptions, decoder_flags
-from decode.decoders.base import DEFAULT_BLOCK_SIZE
+from decode.cli import OneProcessModel, TaskOptions, decoder_flag
+from decode.decoders.base import DEFAULT_BLOCK_SIZE, options_of
 from decode.decoders.d2f import D2F
+from decode.display import ShownProgress, standard_output
 
 if TYPE_CHECKING:
     from d2f.model import DiffusionModel
@@ -29,19 +31,25 @@ if TYPE_CHECKING:
 class RecordOptions:
     """Choose what is recorded."""
 
-    problems: int = 64
+    problems: Annotated[int, arg(metavar="N")] = 64
     """of each task"""
     split: Literal["train", "tuning", "heldout"] = "train"
     """whose problems"""
-    seed: int = 0
+    seed: Annotated[int, arg(metavar="N")] = 0
     """of the problems"""
-    block_sizes: str | None = None
+    block_sizes: Annotated[str | None, arg(metavar="LIST")] = None
     """as 4,8: states of each (default: the one the model was trained with)"""
-    batch_size: int = 32
+    batch_size: Annotated[int, arg(metavar="N")] = 32
     """problems decoded together"""
-    output: Path
+    output: Positional[Path]
     """file for the states"""
     given: Suppress[dict[str, Any]] = field(default_factory=dict)
+
+    @classmethod
+    def more(cls, words: Sequence[str]) -> list[Any]:
+        """Make flags of the thresholds."""
+        names = ("tau_add", "tau_act", "tau_conf")
+        return [decoder_flag(one, words) for one in options_of(D2F) if one.name in names]
 
     @property
     def sizes(self) -> list[int]:
@@ -66,11 +74,19 @@ class Options(OneProcessModel, TaskOptions, RecordOptions):
     each open block: what training with `noise.schedule: pipeline` and `noise.states` draws from.
     """
 
+    examples = (
+        "python -m decode.record_states states.json --tasks story",
+        "python -m decode.record_states states.json --model my-student --block-sizes 4,8",
+    )
 
-def parse(arguments: Sequence[str] | None = None) -> Options:
-    """Read the command line. Raises InputError, SystemExit after --help."""
-    more = {RecordOptions: decoder_flags([D2F], ("tau_add", "tau_act", "tau_conf"))}
-    return command_line.parse(Options, arguments, usual="python -m decode.record_states", more=more)
+
+@command(interrupted="interrupted; nothing was written")
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Run the command and return its exit status."""
+    options = command_line.parse(Options, arguments, usual="python -m decode.record_states")
+    make_folder(options.output.parent)
+    with quiet(options.verbose), locked_file(options.output):
+        run(options)
 
 
 def run(options: Options) -> None:
@@ -79,33 +95,34 @@ def run(options: Options) -> None:
     from decode.cli import checked_outline, load
     from decode.jobs import draw_problems, encode_problems
 
-    given = options.given
     shape = checked_outline(options)
     sizes = options.sizes or [shape.contract.block_size or DEFAULT_BLOCK_SIZE]
     work = []
     for size in sizes:
         for task in options.chosen:
-            decoder = D2F(block_size=size, max_new_tokens=task.response_length, **given)
+            length = task.response_length
+            decoder = D2F(block_size=size, max_new_tokens=length, **options.given)
             decoder.check(shape.contract)
             problems = draw_problems(task, options.split, options.problems, options.seed)
             work.append((size, encode_problems(shape, problems, decoder), decoder))
     model, _ = load(options)
     found: dict[int, list[tuple[float, ...]]] = {size: [] for size in sizes}
-    for size, prompts, decoder in work:
-        found[size] += record(model, prompts, decoder, batch_size=options.batch_size)
+    with ShownProgress(standard_output(), "problems") as shown:
+        shown.begin(sum(len(prompts) for _, prompts, _ in work))
+        for size, prompts, decoder in work:
+            found[size] += record(model, prompts, decoder, options.batch_size, shown)
     for size, states in found.items():
         print(f"block size {size}: {len(states)} states")
-    about = {
-        "model": options.model,
-        "tasks": [t.name for t in options.chosen],
-        "problems": options.problems,
-        **given,
-    }
-    PipelineStates(found).save(options.output, **about)
+    about = {"model": options.model, "tasks": [task.name for task in options.chosen]}
+    PipelineStates(found).save(options.output, **about, problems=options.problems, **options.given)
 
 
 def record(
-    model: DiffusionModel, prompts: Sequence[Prompt], decoder: D2F, *, batch_size: int
+    model: DiffusionModel,
+    prompts: Sequence[Prompt],
+    decoder: D2F,
+    batch_size: int,
+    shown: ShownProgress | None = None,
 ) -> list[tuple[float, ...]]:
     """Return the state that each forward of each prompt feeds: the mask ratio of each block."""
     from decode import stream
@@ -118,16 +135,9 @@ def record(
         if event.result is None:
             ratios = (block.tokens.count(None) / len(block.tokens) for block in event.blocks)
             states.append(tuple(ratios))
+        elif shown is not None:
+            shown.advance()
     return states
-
-
-@command(interrupted="interrupted; nothing was written")
-def main(arguments: Sequence[str] | None = None) -> None:
-    """Run the command and return its exit status."""
-    options = parse(arguments)
-    make_folder(options.output.parent)
-    with quiet(options.verbose), locked_file(options.output):
-        run(options)
 
 
 if __name__ == "__main__":

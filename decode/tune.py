@@ -8,8 +8,8 @@ import math
 import shlex
 import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, fields
-from functools import partial
+from dataclasses import dataclass, field
+from functools import cached_property
 from itertools import pairwise, product
 from pathlib import Path
 from statistics import median
@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, get_args
 
 import numpy as np
 from rich.console import Console
-from tyro.conf import Suppress, arg
+from tyro.conf import Positional, Suppress, arg
 
 from d2f import __version__
 from d2f import flags as command_line
@@ -29,20 +29,24 @@ from d2f.files import locked, write_beside
 from d2f.flags import check_least
 from d2f.quiet import quiet
 from d2f.tasks import DEFAULT_TASKS, Problem, Task, find_tasks
-from decode import cli
 from decode.cli import (
     DEFAULT_MODEL,
     OneProcessModel,
     TaskOptions,
     WorkerOptions,
-    help_of,
-    offered,
-    options_by_name,
+    decoder_options,
     require_extra,
     require_matplotlib,
 )
 from decode.decoders import Decoder, find_decoder
-from decode.decoders.base import default_grid, number, one_of, options_of, searchable
+from decode.decoders.base import (
+    common_options,
+    default_grid,
+    number,
+    one_of,
+    options_of,
+    searchable,
+)
 from decode.display import ShownProgress, standard_output
 from decode.jobs import draw_problems, encode_problems, give_notices
 from decode.ledger import Ledger, check_folder, refuse_early
@@ -57,57 +61,44 @@ SMALLEST_RUNG = 20  # problems
 PLAIN_WIDTH = 160  # columns, where the output is not a terminal
 ROLES = ("chosen", "most accurate in the search", "defaults")
 TOUCH = 1e-9  # accuracies are shares of small counts: what is closer than this is equal
+NOT_SEARCHED = (*common_options(), "max_new_tokens")
+DECIDES = ("search", "problems", "eta", "batch_size", "seed")  # of a run's measurements
 Kind = Literal["halving", "grid", "tpe"]
 
 Setting = Mapping[str, int | float]
 """Values of some of a decoder's options that are numbers."""
 Grid = Mapping[str, Sequence[int | float]]
+Searched = list[tuple[Setting, Measurements]]
 
 
 # The command line.
 
 
 @dataclass(kw_only=True)
-class SettingsOptions:
-    """Settings to search: lists, with commas; every combination is a setting. An option that the
-    decoder does not have is an error."""
-
-    decoder: Annotated[str, arg(metavar="NAME", help=cli.SUMMARIES)] = "d2f"
-    given: Suppress[dict[str, Any]] = field(default_factory=dict)
-
-    def check(self) -> None:
-        """Read the lists. Raises InputError for one that is none of numbers."""
-        whole = {o.name for o in options_of(find_decoder(self.decoder)) if o.kind is int}
-        for name, text in self.given.items():
-            kind = int if name in whole else float
-            try:
-                self.given[name] = [kind(part) for part in text.split(",")]
-            except ValueError as error:
-                flag = name.replace("_", "-")
-                raise InputError(f"--{flag}: expected numbers with commas, got {text!r}") from error
-
-
-@dataclass(kw_only=True)
 class SearchOptions:
-    """Search, choice and final measurement."""
+    """Choose the settings (every combination of the lists is one), the search and the goal.
 
-    search: Kind = "halving"
-    """halving: every setting, on more problems as long as it may reach the bound; grid: all on all;
-    tpe: as halving, but only --trials settings, which Optuna's estimator finds promising"""
+    chosen: the tasks, each tuned on its own.
+    """
+
+    decoder: Annotated[str, arg(metavar="NAME")] = "d2f"
+    """--decoder NAME --help shows the options of another"""
+    given: Suppress[dict[str, Any]] = field(default_factory=dict)
+    search: Annotated[Kind, arg(metavar="NAME")] = "halving"
+    """halving: drop settings that cannot reach the bound; grid: all on all problems; tpe: halving
+    of --trials settings"""
     trials: Annotated[int, arg(metavar="N")] = 30
-    """tpe: settings to try"""
+    """settings that tpe tries"""
     problems: Annotated[int, arg(metavar="N")] = 200
     """tuning problems at the last rung"""
     eta: Annotated[int, arg(metavar="N")] = 3
     """each rung has N times the problems of the one before"""
     budget: Annotated[float | None, arg(metavar="SECONDS")] = None
-    """of measuring in the search, over all runs into this output, shared equally by the tasks: when
-    they are spent no further rung, of tpe no further setting, is begun (default: no limit)"""
+    """of measuring in the search, over all runs into this output"""
     within: Annotated[float | None, arg(metavar="POINTS")] = None
-    """choose the fastest setting within so many percentage points of the most accurate one
-    (default: 1)"""
+    """choose the fastest within so many percentage points of the most accurate (default: 1)"""
     min_accuracy: Annotated[float | None, arg(metavar="SHARE")] = None
-    """choose the fastest setting with at least this accuracy, in [0, 1]"""
+    """choose the fastest with at least this accuracy, in [0, 1]"""
     batch_size: Annotated[int, arg(metavar="N")] = 1
     """problems decoded together; speed is that of such batches"""
     seed: Annotated[int, arg(metavar="N")] = 0
@@ -117,109 +108,57 @@ class SearchOptions:
     repetitions: Annotated[int, arg(metavar="N")] = 3
     """of the final measurement, for its timing"""
 
+    if TYPE_CHECKING:
+
+        @property
+        def chosen(self) -> tuple[Task, ...]: ...
+
+    @classmethod
+    def more(cls, words: Sequence[str]) -> list[Any]:
+        """Make a flag of each option that is a number: a list of values to try."""
+        flags = []
+        for one in decoder_options(words, "d2f"):
+            if one.is_number and one.name not in NOT_SEARCHED:
+                tried = ",".join(f"{value:g}" for value in one.search)
+                said = f"{one.help} (default: {tried or one.shown})"
+                about = arg(metavar="LIST", help=said, help_behavior_hint="")
+                flags.append((one.name, Annotated[str | None, about], None))
+        return flags
+
     def check(self) -> None:
-        """Raise InputError for values out of range, and flags that do not go together."""
+        """Read the lists. Raises InputError for values out of range, and flags that do not go
+        together."""
+        whole = {o.name for o in options_of(find_decoder(self.decoder)) if o.kind is int}
+        for name, text in self.given.items():
+            kind = int if name in whole else float
+            try:
+                if isinstance(text, str):
+                    self.given[name] = [kind(value) for value in text.split(",")]
+            except ValueError as error:
+                flag = name.replace("_", "-")
+                raise InputError(f"--{flag}: expected numbers with commas, got {text!r}") from error
         one_of("search", self.search, get_args(Kind))
         check_least(
             self, trials=1, problems=1, eta=2, batch_size=1, seed=0, heldout=1, repetitions=1
         )
-        if self.budget is not None:
-            number("budget", self.budget, above=True, most=1e9)
-        if self.within is not None:
-            number("within", self.within, most=100)
-        if self.min_accuracy is not None:
-            number("min_accuracy", self.min_accuracy, most=1)
+        bounds: dict[str, Any] = {"budget": {"above": True, "most": 1e9}, "within": {"most": 100}}
+        for name, bound in (bounds | {"min_accuracy": {"most": 1}}).items():
+            if (value := getattr(self, name)) is not None:
+                number(name, value, **bound)
         if self.within is not None and self.min_accuracy is not None:
             raise InputError("--within and --min-accuracy exclude each other: expected one")
 
-    @property
-    def points(self) -> float:
-        return 1.0 if self.within is None else self.within
-
     def bound(self, best: float) -> float:
         """Return the accuracy to reach where the best setting has `best`."""
-        return best - self.points / 100 if self.min_accuracy is None else self.min_accuracy
+        if self.min_accuracy is not None:
+            return self.min_accuracy
+        return best - (1.0 if self.within is None else self.within) / 100
 
     @property
     def goal(self) -> str:
         if self.min_accuracy is not None:
-            return f"the fastest setting with an accuracy of at least {self.min_accuracy:.1%}"
-        points = f"{self.points:g} percentage point{'' if self.points == 1 else 's'}"
-        return f"the fastest setting within {points} of the most accurate one"
-
-
-@dataclass(kw_only=True)
-class OutputOptions:
-    """Output."""
-
-    output: Annotated[str, arg(metavar="DIR")]
-    """folder for measurements.jsonl, the frontier, the report and a YAML a task"""
-    figures: bool = True
-    """draw frontier.png and frontier.svg, which needs matplotlib"""
-
-    def check(self) -> None:
-        """Raise InputError where figures are asked for and cannot be drawn."""
-        if self.figures:
-            require_matplotlib("--no-figures")
-
-
-@dataclass(kw_only=True)
-class Options(
-    OneProcessModel, TaskOptions, SettingsOptions, SearchOptions, OutputOptions, WorkerOptions
-):
-    """Search the settings of a decoder on the tuning split of a task, draw the frontier of accuracy
-    against tokens per second, choose the fastest setting that is accurate enough, measure it on
-    held-out problems, and write it as YAML for `d2f decode --config`.
-
-    The same command again goes on where it stopped. docs/tuning.md says how it chooses.
-
-    Exit status: 0 done; 1 the model gave NaN or infinite logits; 2 bad input, found before any
-    work; 130 interrupted, what was measured stays.
-    """
-
-
-def parse(arguments: Sequence[str] | None = None) -> Options:
-    """Read the command line. Raises InputError, SystemExit after --help."""
-    kinds = offered(arguments)
-    flags = []
-    for name, every in options_by_name(kinds).items():
-        having = [(kind, option) for kind, option in every if name in searchable(kind)]
-        if not having:
-            continue
-        tried = "; ".join(
-            f"{kind.name} {','.join(f'{value:g}' for value in option.search)}"
-            for kind, option in having
-            if option.search
-        )
-        said = help_of(having, len(kinds)) + (tried and f"; searched by default: {tried}")
-        about = arg(metavar="LIST", help=said, help_behavior_hint="")
-        flags.append((name, Annotated[str | None, about], None))
-    more = {SettingsOptions: flags}
-    return command_line.parse(Options, arguments, usual="python -m decode.tune", more=more)
-
-
-# The settings.
-
-
-@dataclass(kw_only=True)
-class Tuning(SearchOptions):
-    """Say what is tuned, and how. Raises InputError for a value that is out of range.
-
-    Args:
-        tasks: tasks, or names or files of some, each tuned on its own.
-        decoder: its name.
-        lists: values to search by option, over the decoder's default grid.
-    """
-
-    tasks: Sequence[Task | str] = DEFAULT_TASKS
-    decoder: str = "d2f"
-    lists: Mapping[str, Sequence[int | float]] = field(default_factory=dict)
-    chosen: tuple[Task, ...] = field(init=False)
-
-    def __post_init__(self) -> None:
-        self.chosen = find_tasks(self.tasks)
-        self.check()
-        self.grid()  # a bad value of an option is found here
+            return f"the fastest with an accuracy of at least {self.min_accuracy:.1%}"
+        return f"the fastest within {-100 * self.bound(0.0):g} points of the most accurate"
 
     def grid(self, contract: Contract | None = None) -> dict[str, tuple[int | float, ...]]:
         """Return the values to search of each option: those given, else the decoder's default ones,
@@ -230,19 +169,13 @@ class Tuning(SearchOptions):
         """
         kind = find_decoder(self.decoder)
         known = searchable(kind)
-        there = ", ".join(known) or "none"
-        for name in self.lists:
-            if name not in known:
-                raise InputError(
-                    f"the decoder {self.decoder} has no option {name}{did_you_mean(name, known)}; "
-                    f"of those that can be searched it has {there}"
-                )
-        values = {**default_grid(kind), **self.lists}
+        values = {**default_grid(kind), **self.given}
+        there = f"of those that can be searched it has {', '.join(known) or 'none'}"
+        for name in self.given.keys() - {*known}:
+            near = did_you_mean(name, known)
+            raise InputError(f"the decoder {self.decoder} has no option {name}{near}; {there}")
         if not values:
-            raise InputError(
-                f"the decoder {self.decoder} has no default grid: give values of the options that "
-                f"can be searched: {there}"
-            )
+            raise InputError(f"the decoder {self.decoder} has no default grid: give lists; {there}")
         grid = {name: tuple(dict.fromkeys(values[name])) for name in known if name in values}
         for task, setting in product(self.chosen, settings_of(grid)):
             self.build(setting, task)
@@ -275,6 +208,68 @@ class Tuning(SearchOptions):
             stops.insert(0, -(-stops[0] // self.eta))
         return list(pairwise([0, *stops]))
 
+    def draw(self, model: DiffusionModel, grid: Grid) -> dict[str, list[list[Problem]]]:
+        """Draw the tuning and the held-out problems of each task. Raises InputError unless the
+        model can take every one with the task's response length."""
+        found: dict[str, list[list[Problem]]] = {}
+        for task in self.chosen:
+            decoder = self.build({name: values[0] for name, values in grid.items()}, task)
+            found[task.name] = []
+            for split, count in (("tuning", self.problems), ("heldout", self.heldout)):
+                option = "--problems" if split == "tuning" else "--heldout"
+                problems = draw_problems(task, split, count, self.seed, option)
+                encode_problems(model, problems, decoder, f" of the {split} split")
+                found[task.name].append(problems)
+        return found
+
+
+@dataclass(kw_only=True)
+class Options(OneProcessModel, TaskOptions, SearchOptions, WorkerOptions):
+    """Search the settings of a decoder on tuning problems, choose the fastest one that is accurate
+    enough, measure it on held-out problems, and write it as YAML for `d2f decode --config`.
+
+    The same command again goes on where it stopped. docs/tuning.md says how it chooses. Exit
+    status: 0 done; 1 NaN or infinite logits; 2 bad input, found before any work; 130 interrupted.
+    """
+
+    examples = (
+        "d2f tune runs/tune --tasks story",
+        "d2f tune runs/tune2 --within 2 --tau-conf 0.9,0.95,0.99 --block-size 8,16",
+    )
+
+    output: Positional[str]
+    """folder for measurements.jsonl, the frontier, the report and a YAML a task"""
+    figures: bool = True
+    """draw the frontier (needs the extra plot)"""
+
+    def check(self) -> None:
+        """Raise InputError where figures are asked for and cannot be drawn."""
+        if self.figures:
+            require_matplotlib("--no-figures")
+
+
+@dataclass(kw_only=True)
+class Tuning(SearchOptions):
+    """Say in Python what is tuned, and how: the flags of the command. Raises InputError for a value
+    that is out of range.
+
+    Args:
+        tasks: tasks, or names or files of some, each tuned on its own.
+        lists: values to search by option, over the decoder's default grid.
+    """
+
+    tasks: Sequence[Task | str] = DEFAULT_TASKS
+    lists: Mapping[str, Sequence[int | float]] = field(default_factory=dict)
+
+    @cached_property
+    def chosen(self) -> tuple[Task, ...]:
+        return find_tasks(self.tasks)
+
+    def __post_init__(self) -> None:
+        self.given = dict(self.lists)
+        self.check()
+        self.grid()  # a bad value of an option is found here
+
 
 def settings_of(grid: Grid) -> list[dict[str, int | float]]:
     """List every combination of the values."""
@@ -294,16 +289,16 @@ def measure_jobs(
     from decode.evaluate import decode_and_judge
 
     for name, (task, decoder, problems, batch_size) in jobs:
-        decode = partial(decode_and_judge, model, decoder, task, batch_size=batch_size)
-        decode(problems[:1])
-        yield name, decode(problems).measurements()
+        for some in (problems[:1], problems):
+            _, measured = decode_and_judge(model, decoder, task, some, batch_size=batch_size)
+        yield name, measured
 
 
 @dataclass
 class Bench:
     """Measure settings of a task, and keep what was measured in the ledger."""
 
-    tuning: Tuning
+    tuning: SearchOptions
     task: Task
     crew: Crew
     ledger: Ledger
@@ -313,11 +308,10 @@ class Bench:
         self, what: str, settings: Sequence[Setting], problems: Sequence[Problem]
     ) -> list[Measurements]:
         """Decode problems with each setting that the ledger does not have. what: names them."""
-        names, jobs = [], {}
-        for setting in settings:
-            name = f"{self.task.name} {what} {len(problems)} {json.dumps(setting, sort_keys=True)}"
-            names.append(name)
-            if name not in self.ledger.rows:
+        where, jobs = f"{self.task.name} {what} {len(problems)}", {}
+        names = [f"{where} {json.dumps(setting, sort_keys=True)}" for setting in settings]
+        for name, setting in zip(names, settings, strict=True):
+            if name not in self.ledger.rows:  # two trials of tpe may have one setting
                 decoder = self.tuning.build(setting, self.task)
                 jobs[name] = self.task, decoder, problems, self.tuning.batch_size
         self.display.advance((len(names) - len(jobs)) * len(problems))
@@ -325,30 +319,27 @@ class Bench:
             values = {key: array.tolist() for key, array in vars(measured).items()}
             self.ledger.add({"id": name, **values})
             self.display.advance(len(problems))
-        rows = [dict(self.ledger.rows[name]) for name in names]
-        return [Measurements(**{k: np.array(v) for k, v in r.items() if k != "id"}) for r in rows]
+        rows = [self.ledger.rows[name].items() for name in names]
+        return [Measurements(**{k: np.array(v) for k, v in row if k != "id"}) for row in rows]
 
 
 # The search, the choice, and the check on problems that no decision has used.
 
 
-def search(
-    bench: Bench, grid: Grid, problems: Sequence[Problem]
-) -> tuple[list[tuple[Setting, Measurements]], bool]:
+def search(bench: Bench, grid: Grid, problems: Sequence[Problem]) -> tuple[Searched, bool]:
     """Try settings until all, or the budget, are done, as a study of Optuna: all of a grid in turn,
     rung by rung, so that a machine that gets slower does so for all; tpe as many at a time as there
     are workers. With the same measurements the search comes out the same. Return what was measured,
     and whether the budget ended it."""
     import optuna
-    from optuna.distributions import CategoricalDistribution
-    from optuna.trial import TrialState
 
     optuna.logging.set_verbosity(optuna.logging.WARNING)
     tuning, task, display, together = bench.tuning, bench.task, bench.display, bench.crew.count
     sampler = optuna.samplers.TPESampler(seed=tuning.seed)
     # Accuracy and tokens a second.
     study = optuna.create_study(directions=["maximize", "maximize"], sampler=sampler)
-    options: dict[str, Any] = {name: CategoricalDistribution(v) for name, v in grid.items()}
+    categories = optuna.distributions.CategoricalDistribution
+    options: dict[str, Any] = {name: categories(values) for name, values in grid.items()}
     settings = settings_of(grid)
     left = len(settings)
     if tuning.search == "tpe":  # which finds settings by itself
@@ -359,39 +350,38 @@ def search(
             study.enqueue_trial(setting)
     budget = (tuning.budget or math.inf) / len(tuning.chosen)
     best: dict[int, float] = {}  # accuracy that any setting has shown on so many problems
-    searched: list[tuple[Setting, Measurements]] = []
+    searched: dict[str, tuple[Setting, Measurements]] = {}
     display.begin(left * len(problems), f"{task.name}, {left} settings on tuning problems")
     while left and budget > 0:
-        running = [study.ask(options) for _ in range(min(left, together))]
-        left -= len(running)
-        parts: dict[int, list[Measurements]] = {trial.number: [] for trial in running}
+        trials = [study.ask(options) for _ in range(min(left, together))]
+        left -= len(trials)
+        running: list[tuple[Any, list[Measurements]]] = [(trial, []) for trial in trials]
         for first, stop in tuning.rungs:
-            asked = [trial.params for trial in running]
-            found = bench.measure(f"tuning {first}", asked, problems[first:stop])
-            for trial, part in zip(running, found, strict=True):
-                parts[trial.number].append(part)
+            settings = [trial.params for trial, _ in running]
+            found = bench.measure(f"tuning {first}", settings, problems[first:stop])
+            for (_, parts), part in zip(running, found, strict=True):
+                parts.append(part)
                 budget -= float(part.seconds.sum())
-            so_far = {trial.number: joined(parts[trial.number]) for trial in running}
-            best[stop] = max([best.get(stop, 0.0), *(one.accuracy for one in so_far.values())])
-            for trial in list(running):
-                measured = so_far[trial.number]
+            so_far = [(trial, parts, joined(parts)) for trial, parts in running]
+            best[stop] = max([best.get(stop, 0.0), *(one.accuracy for *_, one in so_far)])
+            running = []
+            for trial, parts, measured in so_far:
                 # By Wilson's interval less accurate than the goal asks for.
                 lost = measured.interval[1] < tuning.bound(best[stop])
                 if stop == len(problems):
                     study.tell(trial, [measured.accuracy, measured.tokens_per_second])
                 elif budget <= 0 or (lost and tuning.search != "grid"):
-                    study.tell(trial, state=TrialState.PRUNED)
+                    study.tell(trial, state=optuna.trial.TrialState.PRUNED)
                     display.advance(len(problems) - stop)
                 else:
+                    running.append((trial, parts))
                     continue
-                running.remove(trial)
-                if trial.params not in [setting for setting, _ in searched]:
-                    searched.append((trial.params, measured))
+                searched.setdefault(described(trial.params), (trial.params, measured))
                 display.say(
                     f"{task.name}, {described(trial.params)}: {measured.count_right} of {stop} "
                     f"right, {measured.tokens_per_second:.1f} tokens/s"
                 )
-    return searched, budget <= 0
+    return [*searched.values()], budget <= 0
 
 
 def choose(goal: SearchOptions, measured: Sequence[Measurements]) -> tuple[int, int, float]:
@@ -399,15 +389,13 @@ def choose(goal: SearchOptions, measured: Sequence[Measurements]) -> tuple[int, 
     the most accurate one, and the bound. If none reaches it, the most accurate one is chosen."""
     best = max(one.accuracy for one in measured)
     bound = goal.bound(best)
-
-    def fastest(least: float, sign: int = 1) -> int:
-        enough = [i for i, one in enumerate(measured) if one.accuracy >= least - TOUCH]
-        return max(
-            enough, key=lambda i: (sign * measured[i].tokens_per_second, measured[i].accuracy)
-        )
-
     # With few problems, the slowest of equally accurate settings is the better reference.
-    return fastest(min(bound, best)), fastest(best, -1), bound
+    found = []
+    for least, sign in ((min(bound, best), 1), (best, -1)):
+        ranks = [(sign * one.tokens_per_second, one.accuracy) for one in measured]
+        enough = [i for i, one in enumerate(measured) if one.accuracy >= least - TOUCH]
+        found.append(max(enough, key=ranks.__getitem__))
+    return found[0], found[1], bound
 
 
 def frontier(measured: Sequence[Measurements]) -> list[int]:
@@ -423,11 +411,7 @@ def frontier(measured: Sequence[Measurements]) -> list[int]:
 
 
 def check_choice(
-    bench: Bench,
-    searched: Sequence[tuple[Setting, Measurements]],
-    spent: bool,
-    defaults: Setting,
-    heldout: Sequence[Problem],
+    bench: Bench, searched: Searched, spent: bool, defaults: Setting, heldout: Sequence[Problem]
 ) -> dict[str, Any]:
     """Choose among what was searched, measure the choice on held-out problems, beside the most
     accurate setting and the decoder's defaults, and return the task's part of the report. spent:
@@ -444,61 +428,44 @@ def check_choice(
     bench.display.begin(total, f"{task.name}, {len(settings)} settings on held-out problems")
     # In turn in each repetition: a machine that gets slower does so for all of them.
     runs = [bench.measure(f"heldout {n}", settings, heldout) for n in range(tuning.repetitions)]
-    finals = [[run[place] for run in runs] for place in range(len(settings))]
-    speeds = [[one.tokens_per_second for one in own] for own in finals]
+    speeds = [[one.tokens_per_second for one in own] for own in zip(*runs, strict=True)]
     best, accurate, usual = (settings.index(setting) for setting in wanted)
-    margin = margin_of(tuning, finals[best][0], finals[accurate][0])
+    margin = margin_of(tuning, runs[0][best], runs[0][accurate])
     share, low, high = (100 * value for value in margin)
+    more = [100 * value for value in difference(runs[0][best], runs[0][usual])]
+    times = median(speeds[best]) / median(speeds[usual])
     text = [
         f"{len(searched)} settings were measured, {len(common)} of them on {most} tuning problems."
-    ]
-    if spent:
-        text.append("The budget ended the search there.")
-    if common[chosen].accuracy < bound - TOUCH:
-        text.append(
-            f"No setting reached the bound of {bound:.1%}: the most accurate one was chosen."
-        )
-    text.append(
+        + " The budget ended the search there." * spent,
         f"On held-out problems the choice {'holds' if share >= -TOUCH else 'does not hold'} up: "
-        f"its accuracy is {abs(share):.1f} points {'above' if share >= 0 else 'below'} the bound "
-        f"(95 % {low:+.1f} to {high:+.1f})"
-        + ("." if low >= 0 or high < 0 else "; these problems do not settle it at 95 %.")
-    )
-    if best == usual:
-        text.append("These are the decoder's defaults.")
-    else:
-        more, low, high = (100 * x for x in difference(finals[best][0], finals[usual][0]))
-        times = median(speeds[best]) / median(speeds[usual])
-        text.append(
-            f"Against the decoder's defaults it is {times:.2f} times as fast, its accuracy differs "
-            f"by {more:+.1f} points (95 % {low:+.1f} to {high:+.1f})."
-        )
+        f"{abs(share):.1f} points {'above' if share >= 0 else 'below'} the bound "
+        f"(95 % {low:+.1f} to {high:+.1f}"
+        + ("" if low >= 0 or high < 0 else ": these problems do not settle it")
+        + f"); {times:.2f} times as fast as the decoder's defaults, {more[0]:+.1f} points "
+        f"(95 % {more[1]:+.1f} to {more[2]:+.1f}).",
+    ]
+    if common[chosen].accuracy < bound - TOUCH:
+        text.insert(0, f"No setting reached the bound of {bound:.1%}: this is the most accurate.")
+    rows = [
+        {"setting": dict(setting), "compared": one.problems == most, "frontier": setting in front}
+        | one.numbers()
+        for setting, one in searched
+    ]
+    finals = []
+    for setting, one, rates in zip(settings, runs[0], speeds, strict=True):
+        roles = [role for role, other in zip(ROLES, wanted, strict=True) if other == setting]
+        row = {"roles": roles, "setting": dict(setting), **one.numbers()}
+        row |= {"tokens_per_second": median(rates), "tokens_per_second_of_repetitions": rates}
+        finals.append(row)
     return {
         "task": task.name,
         "flags": list(task.words),
         "goal": tuning.goal,
         "bound": bound,
         "chosen": dict(wanted[0]),
-        "settings": [
-            {
-                "setting": dict(setting),
-                "compared": measured.problems == most,
-                "frontier": setting in front,
-                **measured.numbers(),
-            }
-            for setting, measured in searched
-        ],
+        "settings": rows,
         "budget_spent": spent,
-        "heldout": [
-            {
-                "roles": [r for r, other in zip(ROLES, wanted, strict=True) if other == setting],
-                "setting": dict(setting),
-                **own[0].numbers(),
-                "tokens_per_second": median(rates),
-                "tokens_per_second_of_repetitions": rates,
-            }
-            for setting, own, rates in zip(settings, finals, speeds, strict=True)
-        ],
+        "heldout": finals,
         "margin": dict(zip(("share", "low", "high"), margin, strict=True)),
         "text": text,
     }
@@ -512,7 +479,7 @@ def margin_of(
     if goal.min_accuracy is not None:
         low, high = (end - goal.min_accuracy for end in chosen.interval)
         return chosen.accuracy - goal.min_accuracy, low, high
-    share, low, high = (x + goal.points / 100 for x in difference(chosen, reference))
+    share, low, high = (x - goal.bound(0.0) for x in difference(chosen, reference))
     return share, low, high
 
 
@@ -524,9 +491,17 @@ def difference(a: Measurements, b: Measurements) -> tuple[float, float, float]:
 
 # The report: what was measured as JSON, which the other files show.
 
+COLUMNS = (
+    "measured", "setting", "right", "accuracy (95 %)", "tokens/s (repetitions)", "tokens a forward",
+    "forwards a problem",
+)  # fmt: skip
 
-def _machine(e: Mapping[str, Any]) -> str:
-    return f"{e['dtype']}{', compiled' * e['compiled']}, {e['device']}, {e['threads']} threads"
+
+LOOKS = {  # of a setting in the figure: how it is drawn, whether it is on the frontier, compared
+    "frontier": ("line", True, True),
+    "other settings, the same problems": ("light", False, True),
+    "dropped on fewer problems (no bars)": ("faint", False, False),
+}
 
 
 def write(report: Mapping[str, Any], folder: Path, *, figures: bool) -> None:
@@ -550,35 +525,23 @@ def markdown(report: Mapping[str, Any], folder: Path) -> str:
         command += ["--adapter", report["adapter"]]
     lines = [f"# Settings of {report['run']['decoder']} for {report['model']}", ""]
     for task in report["tasks"]:
+        use = [*command, "--config", str(folder / task["config"]), *task["flags"]]
+        rows = [("held-out: " + ", ".join(row["roles"]), *cells(row)) for row in task["heldout"]]
         # The compared settings, fastest first, then the dropped.
-        searched = sorted(task["settings"], key=lambda r: (-r["problems"], -r["tokens_per_second"]))
-        rows = [("held-out: " + ", ".join(r["roles"]), *cells(r)) for r in task["heldout"]]
-        for row in searched:
+        order = sorted(task["settings"], key=lambda r: (-r["problems"], -r["tokens_per_second"]))
+        for row in order:
             marks = ["chosen"] * (row["setting"] == task["chosen"])
             marks += ["frontier"] * row["frontier"] + ["dropped"] * (not row["compared"])
             rows.append((f"search{': ' * bool(marks)}{', '.join(marks)}", *cells(row)))
-        use = [*command, "--config", str(folder / task["config"]), *task["flags"]]
-        lines += [
-            f"## {task['task']}",
-            "",
-            f"Chosen: {described(task['chosen'])}: {task['goal']}, which was a bound of "
-            f"{task['bound']:.1%}.",
-            *task["text"],
-            "",
-            "```",
-            shlex.join(use),
-            "```",
-            "",
-            *markdown_table(COLUMNS, rows),
-            "",
-        ]
-    return "\n".join([*lines, "## What was counted", "", report["counted"], ""])
+        lines += [f"## {task['task']}", "", *summary(task), "", "```", shlex.join(use), "```", ""]
+        lines += [*markdown_table(COLUMNS, rows), ""]
+    return "\n".join([*lines, report["counted"], ""])
 
 
-COLUMNS = (
-    "measured", "setting", "right", "accuracy (95 %)", "tokens/s (repetitions)", "tokens a forward",
-    "forwards a problem",
-)  # fmt: skip
+def summary(task: Mapping[str, Any]) -> list[str]:
+    """Say what was chosen, and how it did."""
+    chosen = f"Chosen: {described(task['chosen'])}: {task['goal']}, a bound of {task['bound']:.1%}."
+    return [chosen, *task["text"]]
 
 
 def cells(row: Mapping[str, Any]) -> tuple[str, ...]:
@@ -596,23 +559,27 @@ def cells(row: Mapping[str, Any]) -> tuple[str, ...]:
 
 
 def yaml_of(report: Mapping[str, Any], task: Mapping[str, Any]) -> str:
-    """Return decoder options for `decode.pipeline --config` below comments that say where they
-    come from."""
-    run, around, adapter = report["run"], report["environment"], report["adapter"]
+    """Return decoder options for `d2f decode --config` below comments that say where they come
+    from."""
+    run, adapter = report["run"], report["adapter"]
     tuned = next(row for row in task["settings"] if row["setting"] == task["chosen"])
     lines = [
-        "Written by python -m decode.tune.",
-        f"model {report['model']}" + (f", adapter {adapter}" if adapter else ""),
+        f"d2f tune, model {report['model']}" + (f", adapter {adapter}" if adapter else ""),
         f"weights {run['weights'][:16]}, task {task['task']}, seed {run['seed']}, batch "
-        f"{run['batch_size']}",
-        f"chosen: {task['goal']}",
+        f"{run['batch_size']}, {machine(report)}",
+        *summary(task),
     ]
     for what, row in (("tuning", tuned), ("held-out", task["heldout"][0])):
         _, right, accuracy, speed, forward, _ = cells(row)
         lines.append(f"{what}: {right} right, {accuracy}, {speed} tokens/s, {forward} a forward")
-    lines += [*task["text"], f"{_machine(around)}, {around['date']}"]
     comments = "".join(f"# {line}\n" for line in lines)
     return comments + dump({"decoder": run["decoder"], **task["chosen"]})
+
+
+def machine(report: Mapping[str, Any]) -> str:
+    e = report["environment"]
+    compiled = ", compiled" * e["compiled"]
+    return f"{e['dtype']}{compiled}, {e['device']}, {e['threads']} threads, {e['date']}"
 
 
 def described(setting: Setting) -> str:
@@ -625,41 +592,34 @@ def draw(report: Mapping[str, Any], folder: Path) -> None:
     held-out measurement, whose speeds are of another time."""
     from decode import plots
 
-    run, around = report["run"], report["environment"]
+    run = report["run"]
     several = [name for name, values in run["grid"].items() if len(values) > 1]
 
-    def point(row: Mapping[str, Any], chosen: Setting) -> plots.Point:
-        short = {n.removeprefix("tau_"): v for n, v in row["setting"].items() if n in several}
+    def point(row: Mapping[str, Any], task: Mapping[str, Any]) -> plots.Point:
         y, low, high = (100 * row[f"accuracy{end}"] for end in ("", "_low", "_high"))
-        if roles := row.get("roles"):
-            speeds = row["tokens_per_second_of_repetitions"]
-            ends, label, circled = (min(speeds), max(speeds)), ", ".join(roles), ROLES[0] in roles
-        else:
-            ends, label = (None, None), described(short) if row["frontier"] else ""
-            circled = row["setting"] == chosen
-        return plots.Point(row["tokens_per_second"], y, low, high, label, *ends, chosen=circled)
+        short = {n.removeprefix("tau_"): v for n, v in row["setting"].items() if n in several}
+        label = described(short) if row.get("frontier") else ", ".join(row.get("roles", ()))
+        speeds = row.get("tokens_per_second_of_repetitions")
+        left, right = (min(speeds), max(speeds)) if speeds else (None, None)
+        chosen = row["setting"] == task["chosen"]
+        return plots.Point(row["tokens_per_second"], y, low, high, label, left, right, chosen)
 
     panels = []
     for task in report["tasks"]:
-        groups: dict[str, list[plots.Point]] = {"front": [], "below": [], "dropped": []}
-        for row in task["settings"]:
-            kind = "front" if row["frontier"] else "below" if row["compared"] else "dropped"
-            groups[kind].append(point(row, task["chosen"]))
-        heldout = [point(row, task["chosen"]) for row in task["heldout"]]
-        held = f"{task['heldout'][0]['problems']} held-out problems, range of repetitions"
-        series = [
-            plots.Series("frontier", groups["front"], line=True),
-            plots.Series("other settings, the same problems", groups["below"], light=True),
-            plots.Series("dropped on fewer problems (no bars)", groups["dropped"], faint=True),
-            plots.Series(held, heldout),
-        ]
-        most = max(row["problems"] for row in task["settings"])
+        rows, finals = task["settings"], task["heldout"]
+        series = []
+        for name, (look, *kind) in LOOKS.items():
+            its = [row for row in rows if [row["frontier"], row["compared"]] == kind]
+            series.append(plots.Series(name, [point(row, task) for row in its], **{look: True}))
+        held = f"{finals[0]['problems']} held-out problems, range of repetitions"
+        series.append(plots.Series(held, [point(row, task) for row in finals]))
+        most = max(row["problems"] for row in rows)
         title = f"{task['task']}: the search, {most} tuning problems"
         bound = (100 * task["bound"], "accuracy to reach")
         panels.append(plots.Panel(title, series, bound=bound))
     caption = (
         f"{report['model']}, decoder {run['decoder']}, batch {run['batch_size']}, "
-        f"{_machine(around)}, {around['date']}. Bars: 95 % Wilson intervals."
+        f"{machine(report)}. Bars: 95 % Wilson intervals."
     )
     plots.save(panels, caption, folder / "frontier", columns=1)
 
@@ -679,46 +639,41 @@ def tune(
     if figures:
         require_matplotlib("--no-figures")
     with locked(check_folder(output)) as folder:
-        crew = OneWorker(model, weights_hash(model))
-        named, display = (model.path or model.family, None), ShownProgress(None, "problems")
-        return _tune(crew, model, tuning, folder, named, display, figures=figures)
+        crew, named = OneWorker(model, weights_hash(model)), (model.path or model.family, None)
+        return _tune(crew, model, tuning, folder, named, None, figures)
 
 
 def _tune(
     crew: Crew,
     shape: DiffusionModel,
-    tuning: Tuning,
+    tuning: SearchOptions,
     folder: Path,
     named: tuple[str, str | None],
-    display: ShownProgress,
-    *,
+    console: Console | None,
     figures: bool,
 ) -> dict[str, Any]:
     """shape: the model, or its outline. named: the model and its adapter."""
     grid = tuning.grid(shape.contract)
-    problems = draw_problems_of(tuning, shape, grid)
-    defaults = tuning.defaults(grid, shape.contract)
+    problems, defaults = tuning.draw(shape, grid), tuning.defaults(grid, shape.contract)
     run, around = crew.ask(describe, tuning, grid, crew.count)
-    tasks = []
-    with display, Ledger(folder / LEDGER, run, sync=True) as ledger:
+    report: dict[str, Any] = {"model": named[0], "adapter": named[1], "run": run}
+    report |= {"environment": around, "tasks": []}
+    with (
+        ShownProgress(console, "problems") as display,
+        Ledger(folder / LEDGER, run, sync=True) as ledger,
+    ):
         if ledger.rows:
             display.say(f"notice: {len(ledger.rows)} measurements are already in {ledger.path}")
         for task in tuning.chosen:
-            bench, (of_tuning, heldout) = (
-                Bench(tuning, task, crew, ledger, display),
-                problems[task.name],
-            )
+            bench = Bench(tuning, task, crew, ledger, display)
+            of_tuning, heldout = problems[task.name]
             part = check_choice(bench, *search(bench, grid, of_tuning), defaults, heldout)
-            tasks.append(part | {"config": f"{Path(named[0]).resolve().name}-{task.name}.yaml"})
-    report: dict[str, Any] = {"model": named[0], "adapter": named[1], "run": run}
-    report |= {"environment": around, "tasks": tasks}
+            part["config"] = f"{Path(named[0]).resolve().name}-{task.name}.yaml"
+            report["tasks"].append(part)
     report["counted"] = (
-        "Tokens are visible ones, before the first end token. Seconds are wall time of decoding in "
-        f"batches of {tuning.batch_size}, prompts included, after one untimed problem of "
-        "the setting. A forward is a call of the model that a request was in. Intervals are "
-        "Wilson's, those of differences are paired (Tango). "
-        f"{named[0]}, {_machine(around)}, torch {around['torch']}, transformers "
-        f"{around['transformers']}, Python {around['python']}, {around['date']}."
+        "Counted: visible tokens, before the first end token; wall seconds of decoding in batches "
+        f"of {tuning.batch_size}, after one untimed problem; Wilson's intervals, Tango's of "
+        f"differences. {named[0]}, {machine(report)}, torch {around['torch']}."
     )
     write(report, folder, figures=figures)
     return report
@@ -728,8 +683,8 @@ def describe(
     options: object,
     model: DiffusionModel,
     weights: str,
-    tuning: Tuning,
-    grid: Mapping[str, Any],
+    tuning: SearchOptions,
+    grid: Grid,
     count: int,
 ) -> tuple[dict[str, Any], dict[str, Any]]:
     """Return what decides a run's measurements, and the machine, where the model is loaded. The
@@ -744,61 +699,38 @@ def describe(
         "decoder": tuning.decoder,
         "grid": {name: list(values) for name, values in grid.items()},
         "tasks": [task.identity for task in tuning.chosen],
-        **{
-            key: getattr(tuning, key) for key in ("search", "problems", "eta", "batch_size", "seed")
-        },
+        **{key: getattr(tuning, key) for key in DECIDES},
         **({"workers": count} if count > 1 else {}),  # those beside it take memory bandwidth
     }
     return run, around
 
 
-def draw_problems_of(
-    tuning: Tuning, model: DiffusionModel, grid: Grid
-) -> dict[str, tuple[list[Problem], list[Problem]]]:
-    """Draw the tuning and the held-out problems of each task. Raises InputError unless the model
-    can take every one with the task's response length."""
-    found = {}
-    for task in tuning.chosen:
-        decoder = tuning.build({name: values[0] for name, values in grid.items()}, task)
-        both = []
-        for split in ("tuning", "heldout"):
-            option = "--problems" if split == "tuning" else "--heldout"
-            count = tuning.problems if split == "tuning" else tuning.heldout
-            both.append(draw_problems(task, split, count, tuning.seed, option))
-            encode_problems(model, both[-1], decoder, f" of the {split} split")
-        found[task.name] = both[0], both[1]
-    return found
-
-
-def run(options: Options, console: Console | None = None) -> None:
-    """Tune as the options say, and show the result. Raises InputError before any work."""
-    from decode.cli import checked_outline
-
-    console = console or standard_output(PLAIN_WIDTH)
-    require_extra("tune", "tuning", "optuna")
-    values = {one.name: getattr(options, one.name) for one in fields(SearchOptions)}
-    tuning = Tuning(tasks=options.chosen, decoder=options.decoder, lists=options.given, **values)
-    shape = checked_outline(options)
-    grid = tuning.grid(shape.contract)
-    draw_problems_of(tuning, shape, grid)  # before the weights are read
-    give_notices(tuning.chosen)
-    with locked(check_folder(options.output)) as folder:
-        described_run, _ = describe(options, shape, "", tuning, grid, options.workers)
-        refuse_early(folder / LEDGER, described_run)
-        display = ShownProgress(console, "problems")
-        named = options.model, options.adapter
-        with workers(options) as crew:
-            report = _tune(crew, shape, tuning, folder, named, display, figures=options.figures)
-    # Not wrapped: a command must stay in one line.
-    print(markdown(report, folder), f"written: {folder}", sep="\n", file=console.file)
-
-
 @command(interrupted="interrupted; the same command goes on where it stopped")
 def main(arguments: Sequence[str] | None = None, console: Console | None = None) -> None:
     """Run the command and return its exit status. console: default standard output."""
-    options = parse(arguments)
+    options = command_line.parse(Options, arguments, usual="python -m decode.tune")
     with quiet(options.verbose):
-        run(options, console)
+        run(options, console or standard_output(PLAIN_WIDTH))
+
+
+def run(options: Options, console: Console) -> None:
+    """Tune as the options say, and show the result. Raises InputError before any work."""
+    from decode.cli import checked_outline
+
+    require_extra("tune", "tuning", "optuna")
+    options.grid()  # a bad value of an option is found here
+    shape = checked_outline(options)
+    grid = options.grid(shape.contract)
+    options.draw(shape, grid)  # before the weights are read
+    give_notices(options.chosen)
+    with locked(check_folder(options.output)) as folder:
+        early, _ = describe(options, shape, "", options, grid, options.workers)
+        refuse_early(folder / LEDGER, early)
+        with workers(options) as crew:
+            named = options.model, options.adapter
+            report = _tune(crew, shape, options, folder, named, console, options.figures)
+    # Not wrapped: a command must stay in one line.
+    print(markdown(report, folder), f"written: {folder}", sep="\n", file=console.file)
 
 
 if __name__ == "__main__":

@@ -9,6 +9,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from tyro.conf import Positional
+
 from d2f import flags as command_line
 from d2f.command import command
 from d2f.errors import InputError
@@ -38,9 +40,14 @@ class Options:
     weights with its tokenizer and chat template (pip install 'd2f-toolkit[gguf]').
     """
 
-    model: str
+    examples = (
+        "d2f convert Qwen/Qwen3-0.6B models/start --family wedlm",
+        "d2f convert runs/my-student models/student --upload me/my-student",
+    )
+
+    model: Positional[str]
     """folder of a model or of a finished run, hub name, bundled model, or a .gguf file"""
-    output: Path
+    output: Positional[Path]
     """new folder for the result"""
     family: str | None = None
     """dream, llada, wedlm or sdar: what an autoregressive model is to become"""

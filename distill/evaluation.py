@@ -96,17 +96,17 @@ class Evaluator:
         tokens = forwards = 0
         for task, problems, decoder in self.jobs:
             batch_size = self.config.evaluation.batch_size
-            judged = decode_and_judge(self.model, decoder, task, problems, batch_size=batch_size)
-            right += judged.right
-            tokens += sum(len(result.tokens) for result in judged.results)
-            forwards += sum(result.forwards for result in judged.results)
-            verdict = "right" if judged.right[0] else "wrong"
-            name = f"evaluation/{task.name}"
-            values[f"{name}/accuracy"] = sum(judged.right) / len(problems)
-            values[f"{name}/problems"] = len(problems)
-            values[f"{name}/example"] = (
-                f"{problems[0].question}\n{judged.results[0].text}\n({verdict})"
+            results, measured = decode_and_judge(
+                self.model, decoder, task, problems, batch_size=batch_size
             )
+            right += measured.right.tolist()
+            tokens += int(measured.tokens.sum())
+            forwards += int(measured.forwards.sum())
+            verdict = "right" if right[-len(problems)] else "wrong"
+            name = f"evaluation/{task.name}"
+            values[f"{name}/accuracy"] = measured.accuracy
+            values[f"{name}/problems"] = len(problems)
+            values[f"{name}/example"] = f"{problems[0].question}\n{results[0].text}\n({verdict})"
         values["evaluation/accuracy"] = sum(right) / len(right)
         values["evaluation/tokens_per_forward"] = tokens / forwards
         return values

@@ -7,6 +7,7 @@ import contextlib
 import dataclasses
 import importlib.util
 import shutil
+import sys
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -333,7 +334,7 @@ def export_model(name: str, output: Path, official: bool = False) -> list[str]:
         config = read_config(Path(name) / CONFIG)
     outline = describe(f"{name}/model" if is_run else name)
     dtype = parse_dtype(outline.config.dtype, torch.device("cpu"))
-    model = load(outline, dtype=dtype, device="cpu")
+    model = load(outline, dtype=dtype, device="cpu", progress=sys.stderr.isatty())
     model.contract = dataclasses.replace(model.contract, base=None, base_hash=None)
     if config is not None and config.init is not None and config.family is None:
         # Its official configuration and code come along.
@@ -395,7 +396,7 @@ def convert_checkpoint(
     mask_id = int(tokenizer.convert_tokens_to_ids(tokenizer.mask_token))
     # Weights are written as they were stored: a conversion rounds nothing.
     dtype = parse_dtype(outline.config.dtype, torch.device("cpu"))
-    model = load(outline, dtype=dtype, device="cpu")
+    model = load(outline, dtype=dtype, device="cpu", progress=sys.stderr.isatty())
     lines.append(_make_room(model, mask_id))
     made = convert(model, family_name)
     # Until masked diffusion has trained it, it reads one side only: `d2f` training warns by this.

@@ -13,9 +13,9 @@ from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from itertools import islice
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
-from tyro.conf import Suppress, arg
+from tyro.conf import Positional, Suppress
 
 from d2f import flags as command_line
 from d2f.command import command
@@ -28,11 +28,10 @@ from decode.cli import (
     OneProcessModel,
     TaskOptions,
     WorkerOptions,
-    decoder_flags,
-    options_by_name,
+    decoder_flag,
 )
 from decode.decoders import DECODERS, Decoder
-from decode.decoders.base import common_options
+from decode.decoders.base import common_options, options_of
 from decode.jobs import draw_problems, encode_problems
 from decode.ledger import Ledger, check_place, refuse_early
 from decode.step import Event, Result
@@ -49,7 +48,7 @@ _NOT_TAKEN = ("max_new_tokens", "early_exit", "lossless")  # all of a task's res
 class TeacherOptions(OneProcessModel):
     """The model whose answers are collected."""
 
-    model: Annotated[str, arg(metavar="NAME")] = field()
+    model: Positional[str] = field()
     """folder, hub name or bundled model"""
 
 
@@ -61,7 +60,7 @@ class CollectOptions:
     """whose answers; d2f records the forward that each block was there from, too"""
     problems: int = 1000
     """training problems a task"""
-    output: str
+    output: Positional[str]
     """JSONL file of the rollouts"""
     temperatures: str = "0"
     """tried in this order until an answer is right (0: greedy alone; the official collection takes
@@ -71,6 +70,13 @@ class CollectOptions:
     batch_size: int = 32
     """problems a forward"""
     given: Suppress[dict[str, Any]] = field(default_factory=dict)
+
+    @classmethod
+    def more(cls, words: Sequence[str]) -> list[Any]:
+        """Make flags of the options of the two decoders."""
+        options = {o.name: o for name in RECORDED for o in options_of(DECODERS[name])}
+        left_out = (*_NOT_TAKEN, *common_options())
+        return [decoder_flag(o, words) for name, o in options.items() if name not in left_out]
 
     @property
     def ladder(self) -> list[float]:
@@ -102,15 +108,15 @@ class Options(TeacherOptions, TaskOptions, CollectOptions, WorkerOptions):
     where it stopped.
     """
 
+    examples = (
+        "d2f rollouts tiny-teacher rollouts.jsonl --tasks story",
+        "d2f rollouts my-model rollouts.jsonl --decoder d2f --temperatures 0,0.2,0.4",
+    )
+
 
 def parse(arguments: Sequence[str] | None = None) -> Options:
     """Read the command line. Raises InputError, SystemExit after --help."""
-    kinds = [DECODERS[name] for name in RECORDED]
-    names = [
-        name for name in options_by_name(kinds) if name not in (*_NOT_TAKEN, *common_options())
-    ]
-    more = {CollectOptions: decoder_flags(kinds, names)}
-    return command_line.parse(Options, arguments, usual="python -m distill.rollouts", more=more)
+    return command_line.parse(Options, arguments, usual="python -m distill.rollouts")
 
 
 @command(interrupted="interrupted: the same command goes on")

@@ -44,6 +44,11 @@ class Options:
     CPU with --multi_gpu --num_processes N.
     """
 
+    examples = (
+        "d2f train --config tiny-d2f --output runs/student",
+        'accelerate launch --config_file "$(d2f configs ddp)" -m distill.train --steps 100',
+    )
+
     config: Annotated[str | None, arg(metavar="NAME")] = None
     """YAML file, or a name of training in `d2f configs` (default: tiny-d2f, which distils the
     bundled teacher into a D2F student)"""

@@ -92,5 +92,5 @@ def test_inspect_names_what_is_wrong(d2f_config, capsys):
     assert "--samples must be at least 1, got 0" in capsys.readouterr().err
     inspected(d2f_config, "--data.fil", "x", status=2)
     assert "data.fil" in capsys.readouterr().err
-    assert main(["--config", "c"]) == 2
-    assert "expected --inspect" in capsys.readouterr().err
+    assert main(["--inspect"]) == 2
+    assert "expected CONFIG" in capsys.readouterr().err

@@ -109,15 +109,6 @@ def test_samples_have_pass_at_k_and_a_majority(data, capsys):
     assert "pass@3" in capsys.readouterr().out
 
 
-def test_a_file_of_options_and_a_length_are_taken_as_by_the_pipeline(data):
-    more = ["--config", "tiny-d2f-story", "--max-new-tokens", "8", "--family", "dream"]
-    assert main(mine("--output", "out", "--problems", "2", "--stop", "=", *more)) == 0
-    assert report()["rows"][0]["max_new_tokens"] == 8
-    header = json.loads(Path("out/answers.jsonl").read_text().splitlines()[0])["run"]
-    assert header["options"]["stop"] == ["="] and header["options"]["max_new_tokens"] == 8
-    assert all("=" not in answer["text"] for answer in answers())
-
-
 def test_what_a_user_should_know_is_said_before(data, capsys):
     assert main(["--data", "mine.jsonl", "--judge", "numeric"]) == 0
     said = capsys.readouterr()
@@ -135,17 +126,9 @@ def test_what_a_user_should_know_is_said_before(data, capsys):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["--batch-size", "0"], "--batch-size must be at least 1, got 0"),
-        (["--tasks", "chess"], "--tasks: there is no task or task file 'chess'"),
         (["--json", "no/such/folder/x.json"], "folder"),
-        (
-            ["--data", "mine.jsonl", "--judge", "no"],
-            "--judge: no such judge: got 'no'",
-        ),
-        (
-            ["--data", "none.jsonl", "--judge", "exact"],
-            "none: none.jsonl: cannot be read: No such file",
-        ),
+        (["--data", "mine.jsonl", "--judge", "no"], "--judge: no such judge: got 'no'"),
+        (["--data", "none.jsonl", "--judge", "exact"], "none.jsonl: cannot be read: No such file"),
         (mine("--tasks", "story"), "--data is a task of its own"),
         (mine("--problems", "13"), "--problems 13: count must be at most 12"),
         (["--split", "all"], "story has no split all, it has train, tuning, heldout"),

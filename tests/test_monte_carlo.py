@@ -66,11 +66,7 @@ def test_each_number_of_masks_is_as_likely(length, size):
     """Over all starts of a group, which are drawn evenly, each comes as often as any other."""
     drawn = np.concatenate([spread_counts(start, size, length) for start in range(length)])
     assert (np.bincount(drawn, minlength=length + 1)[1:] == size).all()
-
-
-def test_the_numbers_of_a_group_are_spread_evenly():
     assert spread_counts(2, 4, 8).tolist() == [3, 5, 7, 1]
-    assert sorted(spread_counts(5, 16, 8)) == sorted([*range(1, 9)] * 2)
 
 
 @given(st.integers(1, 12), st.integers(1, 12), st.integers(0, 2**32))
@@ -80,11 +76,9 @@ def test_masks_have_as_many_positions_as_were_drawn(length, size, seed):
     assert masks.sum(1).tolist() == spread_counts(start, size, length).tolist()
 
 
-@pytest.mark.parametrize("draws", [16, 21])
-@pytest.mark.parametrize("family", FAMILIES)
-def test_estimates_are_right_on_average_and_know_their_error(family, draws):
-    """Groups of unequal size, too (21 draws)."""
-    model, runs = random_model(family), 300
+def test_estimates_are_right_on_average_and_know_their_error():
+    """Of groups of unequal size."""
+    model, runs, draws = random_model("dream"), 300, 21
     found = [
         MonteCarlo(draws, batch_size=64, check_greedy=False).score(model, PROMPT, TARGET, seed)
         for seed in range(runs)

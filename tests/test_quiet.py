@@ -12,6 +12,7 @@ from transformers.utils import logging as transformers_logging
 import d2f
 from d2f.models import resolve
 from d2f.quiet import quiet
+from decode.pipeline import main
 
 BAR = "Loading weights"
 
@@ -28,36 +29,31 @@ def bars():
     transformers_logging.enable_progress_bar()
 
 
-def test_everything_is_as_it_was_before():
+def test_what_is_silenced_and_that_everything_is_as_it_was_before():
     before = settings()
-    with quiet():
+    with pytest.raises(KeyError), warnings.catch_warnings(record=True) as seen, quiet():
         assert settings() != before
         assert not transformers_logging.is_progress_bar_enabled()
-    assert settings() == before
-    with pytest.raises(KeyError), quiet():
-        raise KeyError
-    assert settings() == before
-    with quiet(verbose=True):
-        assert settings() == before
-
-
-def test_what_is_silenced_and_what_is_not(capsys):
-    with warnings.catch_warnings(record=True) as seen, quiet():
         warnings.warn("old", FutureWarning, stacklevel=1)
         warnings.warn("ours", RuntimeWarning, stacklevel=1)
         assert not logging.getLogger("bitsandbytes.cextension").isEnabledFor(logging.WARNING)
         assert logging.getLogger("bitsandbytes.cextension").isEnabledFor(logging.ERROR)
         assert logging.getLogger("d2f").isEnabledFor(logging.WARNING)
-        warnings.simplefilter("always")
-    assert [str(w.message) for w in seen] == ["ours"]
+        raise KeyError
+    assert settings() == before and [str(w.message) for w in seen] == ["ours"]
+    with quiet(verbose=True):
+        assert settings() == before
 
 
-def test_load_shows_a_bar_only_where_asked(capfd):
+def test_the_bar_of_the_weights_is_shown_only_where_asked(capfd):
     before = settings()
     d2f.load(resolve("tiny-d2f"))
     assert BAR not in capfd.readouterr().err
     d2f.load(resolve("tiny-d2f"), progress=True)
     assert BAR in capfd.readouterr().err
+    line = ["--problems", "1", "--tasks", "sudoku"]
+    assert main(line) == 0 and BAR not in capfd.readouterr().err
+    assert main([*line, "-v"]) == 0 and BAR in capfd.readouterr().err
     assert settings() == before
 
 
@@ -93,18 +89,16 @@ def test_a_library_is_quiet_without_being_asked():
 LINES = [
     "decode.pipeline --problems 1 --tasks sudoku",
     "decode.evaluate --problems 1 --tasks sudoku",
-    "decode.record_states --problems 1 --tasks sudoku --output {folder}/states.json",
-    "decode.tune --problems 1 --heldout 1 --repetitions 1 --tasks sudoku --tau-add 0.1 --tau-act 1 "
-    "--tau-conf 0.9 --no-figures --output {folder}/tune",
-    "distill.rollouts --model tiny-d2f --decoder d2f --problems 1 --tasks sudoku "
-    "--output {folder}/rollouts.jsonl",
-    "decode.compare.__main__ --config compare-tiny --vllm-python {folder}/none --output {folder}/o",
+    "decode.record_states {folder}/states.json --problems 1 --tasks sudoku",
+    "decode.tune {folder}/tune --problems 1 --heldout 1 --repetitions 1 --tasks sudoku --tau-add "
+    "0.1 --tau-act 1 --tau-conf 0.9 --no-figures",
+    "distill.rollouts tiny-d2f {folder}/rollouts.jsonl --decoder d2f --problems 1 --tasks sudoku",
+    "decode.compare.__main__ compare-tiny --vllm-python {folder}/none --output {folder}/o",
 ]
 
 
 def test_commands_are_quiet(tmp_path):
-    """Nothing on standard error but what is wrong (there is no vLLM), from the start of the process
-    on."""
+    """From the start of a process on, nothing is on standard error but what is wrong: no vLLM."""
     code = "from importlib import import_module\n"
     for line in LINES:
         module, *words = line.format(folder=tmp_path).split()
@@ -112,10 +106,3 @@ def test_commands_are_quiet(tmp_path):
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     (said,) = done.stderr.splitlines()
     assert said.startswith("error: ") and "none" in said
-
-
-def test_with_v_a_command_shows_what_the_libraries_say(capfd):
-    from decode.pipeline import main
-
-    assert main([*LINES[0].split()[1:], "-v"]) == 0
-    assert BAR in capfd.readouterr().err

@@ -13,9 +13,9 @@ from collections.abc import Container, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Any
 
-from tyro.conf import arg
+from tyro.conf import Positional
 
 from d2f.command import DONE, FAILED, command, program, say
 from d2f.errors import InputError
@@ -35,10 +35,10 @@ if TYPE_CHECKING:
 
 @dataclass(kw_only=True)
 class Options:
-    """Compare decoders of this project with an autoregressive model served by vLLM (or any OpenAI-
-    compatible endpoint) and with transformers' generate: the same prompts, the same stopping rules,
-    the same checker, greedy. Print a table and write summary.json, report.md, figures and
-    measurements.jsonl (every raw measurement) into the configuration's `output`.
+    """Measure decoders beside vLLM, another OpenAI-compatible endpoint and transformers' generate:
+    the same prompts, the same stopping rules, the same checker, greedy. Print a table and write
+    summary.json, report.md, figures and measurements.jsonl (every raw measurement) into the
+    configuration's `output`.
 
     Every key of the configuration can be given: --concurrency '[1, 4]' --problems 16, and a key of
     an entry by the entry's name or place: --entries.0.model DIR --entries.D2F.options.tau_conf
@@ -49,7 +49,12 @@ class Options:
     the report, and the same command goes on.
     """
 
-    config: Annotated[str, arg(metavar="NAME")]
+    examples = (
+        "d2f compare compare-tiny",
+        "d2f compare my-comparison.yaml --concurrency '[1, 4]' --problems 16",
+    )
+
+    config: Positional[str]
     """YAML file, or a name of comparison in `d2f configs`"""
     verbose: Verbose = False
 

@@ -23,7 +23,7 @@ import d2f
 from d2f.errors import InputError
 from d2f.model import DiffusionModel
 from decode.api import DEFAULT_BATCH_SIZE, stream
-from decode.cli import DecoderSettings, ModelOptions, load, outline, weights_hash
+from decode.cli import DecoderSettings, ModelOptions, checked_outline, load, weights_hash
 from decode.decoders import Decoder
 from decode.decoders.base import (
     DEFAULT_MAX_NEW_TOKENS,
@@ -94,34 +94,38 @@ def request_seed(seed: int, *of: object) -> int:
 class TaskFigures:
     """Count what one task and kind of request cost in this run; answers of a cache are not in it.
 
-    costs: (tokens, forwards) of each request: visible tokens of a response, scored ones of a
-    likelihood, and calls of the model that it was in. seconds: wall time, of several processes the
-    longest. truncated: requests whose prompt lost its beginning, for the model's context. errors:
-    standard errors of likelihoods, by (document, request of it); empty where they are exact.
+    tokens: visible ones of responses, scored ones of likelihoods. forwards: calls of the model that
+    each request was in. seconds: wall time, of several processes the longest. truncated: requests
+    whose prompt lost its beginning, for the model's context. errors: standard errors of
+    likelihoods, by (document, request of it); empty where they are exact.
     """
 
-    costs: list[tuple[int, int]] = field(default_factory=list)
+    requests: int = 0
+    tokens: int = 0
+    forwards: int = 0
     seconds: float = 0.0
     truncated: int = 0
     errors: dict[tuple[int, int], float | None] = field(default_factory=dict)
 
+    def add(self, requests: int, tokens: int, forwards: int) -> None:
+        """Count requests that were answered."""
+        self.requests += requests
+        self.tokens += tokens
+        self.forwards += forwards
+
     def merge(self, other: TaskFigures) -> None:
         """Add the figures of a process that ran at the same time."""
-        self.costs += other.costs
+        self.add(other.requests, other.tokens, other.forwards)
         self.seconds = max(self.seconds, other.seconds)
         self.truncated += other.truncated
         self.errors |= other.errors
 
     def report(self) -> dict[str, Any]:
         """Return the entry of the results file."""
-        tokens, forwards = (sum(part) for part in zip((0, 0), *self.costs, strict=True))
         found: dict[str, Any] = {
-            "requests": len(self.costs),
-            "tokens": tokens,
-            "forwards": forwards,
-            "seconds": self.seconds,
-            "tokens_per_forward": tokens / forwards if forwards else 0.0,
-            "tokens_per_second": tokens / self.seconds if self.seconds else 0.0,
+            **{name: getattr(self, name) for name in ("requests", "tokens", "forwards", "seconds")},
+            "tokens_per_forward": self.tokens / self.forwards if self.forwards else 0.0,
+            "tokens_per_second": self.tokens / self.seconds if self.seconds else 0.0,
             "truncated_prompts": self.truncated,
         }
         if self.errors:
@@ -182,6 +186,10 @@ class D2FLM(TemplateLM):
         loading = {name: options.pop(name) for name in LOADING if name in options}
         for name in ("check_greedy", "merge", "compile"):
             boolean(name, ({"check_greedy": check_greedy} | loading).get(name, True))
+        if named := [name for name in SET_BY_TASK if name in options]:
+            raise InputError(
+                f"{', '.join(named)}: a task says it itself, or --gen_kwargs, not the model"
+            )
         self.seed = seed
         self.monte_carlo = MonteCarlo(mc_num, self.batch_size, float(cfg), check_greedy)
         # Ask as an Accelerator does: without a GPU, processes find each other only with cpu.
@@ -189,12 +197,9 @@ class D2FLM(TemplateLM):
         self.processes = PartialState(cpu=on_cpu)
         self._rank, self._world_size = self.processes.process_index, self.processes.num_processes
         loaded = pretrained if isinstance(pretrained, DiffusionModel) else None
-        wanted = ModelOptions(
-            model=str(getattr(loaded, "path", pretrained)),
-            device=str(self.processes.device) if self.world_size > 1 else device,
-            **loading,
-        )
-        shape = loaded or outline(wanted.model, wanted.adapter, wanted.family)
+        where = str(self.processes.device) if self.world_size > 1 else device
+        wanted = ModelOptions(model=str(pretrained), device=where, **loading)
+        shape = loaded or checked_outline(wanted)
         if shape.tokenizer is None:
             raise InputError(f"{shape.path}: lm-eval asks by text, and this has no tokenizer")
         kind = mask_kind(shape.contract)
@@ -203,10 +208,6 @@ class D2FLM(TemplateLM):
             asked = f"cfg={cfg}" if nll in (None, self.way) else f"nll={nll}"
             raise InputError(
                 f"{asked}: expected nll={self.way} and what goes with it for a model that is {kind}"
-            )
-        if named := [name for name in SET_BY_TASK if name in options]:
-            raise InputError(
-                f"{', '.join(named)}: a task says it itself, or --gen_kwargs, not the model"
             )
         if isinstance(decoder, Decoder):
             self.decoder = replace(decoder, **options)
@@ -279,14 +280,9 @@ class D2FLM(TemplateLM):
     def apply_chat_template(
         self, chat_history: list[dict[str, str]], add_generation_prompt: bool = True
     ) -> str:
-        return str(
-            self.tokenizer.apply_chat_template(
-                chat_history,
-                tokenize=False,
-                add_generation_prompt=add_generation_prompt,
-                continue_final_message=not add_generation_prompt,
-            )
-        )
+        how: dict[str, Any] = {"add_generation_prompt": add_generation_prompt}
+        how["continue_final_message"] = not add_generation_prompt
+        return str(self.tokenizer.apply_chat_template(chat_history, tokenize=False, **how))
 
     def _cut(self, ids: list[int], room: int, figures: TaskFigures) -> list[int]:
         """Keep the last tokens that there is room for, as lm-eval's own models do."""
@@ -298,13 +294,13 @@ class D2FLM(TemplateLM):
         figures.truncated += len(ids) > room
         return ids[-room:] or [self.prefix_token_id]
 
-    def pairs(self, figures: TaskFigures, context: str, continuation: str) -> list[Pair]:
-        """Encode a prompt and its one target."""
+    def pair(self, figures: TaskFigures, context: str, continuation: str) -> Pair:
+        """Encode a prompt and its target."""
         if context:
             prompt, target = self._encode_pair(context, continuation)
         else:
             prompt, target = [], self.tok_encode(continuation, add_special_tokens=False)
-        return [(self._cut(prompt, self.room - len(target), figures), target)]
+        return self._cut(prompt, self.room - len(target), figures), target
 
     def windows(self, text: str) -> list[Pair]:
         """Cut a text into targets, each behind as much of what stands before it as fits."""
@@ -318,38 +314,27 @@ class D2FLM(TemplateLM):
 
     def generate_until(self, requests: list[Instance], disable_tqdm: bool = False) -> list[str]:
         """Decode responses, cut before the first end id or stop string."""
-        return self._answers("generate_until", requests, self._texts, disable_tqdm)
+        return self._answers("generate_until", requests, disable_tqdm, self._texts)
 
     def loglikelihood(
         self, requests: list[Instance], disable_tqdm: bool = False
     ) -> list[tuple[float, bool]]:
         """Score continuations, and find whether greedy decoding gives them."""
-
-        def answer(figures: TaskFigures, asked: list[Asked]) -> Iterator[tuple[int, Any]]:
-            parts = [self.pairs(figures, *request.args) for request, _ in asked]
-            for n, score in self._scored(figures, asked, parts):
-                yield n, (score.loglikelihood, score.greedy)
-
-        return self._answers("loglikelihood", requests, answer, disable_tqdm)
+        return self._answers("loglikelihood", requests, disable_tqdm, self._scored)
 
     def loglikelihood_rolling(
         self, requests: list[Instance], disable_tqdm: bool = False
     ) -> list[float]:
         """Score whole texts, a long one window by window."""
-
-        def answer(figures: TaskFigures, asked: list[Asked]) -> Iterator[tuple[int, float]]:
-            parts = [self.windows(*request.args) for request, _ in asked]
-            for n, score in self._scored(figures, asked, parts):
-                yield n, score.loglikelihood
-
-        return self._answers("loglikelihood_rolling", requests, answer, disable_tqdm)
+        found = self._answers("loglikelihood_rolling", requests, disable_tqdm, self._scored)
+        return [value for value, _ in found]
 
     def _answers(
         self,
         method: str,
         requests: Sequence[Instance],
-        answer: Callable[[TaskFigures, list[Asked]], Iterator[tuple[int, Any]]],
         quiet: bool,
+        answer: Callable[[TaskFigures, list[Asked]], Iterator[tuple[int, Any]]],
     ) -> list[Any]:
         """Answer requests task by task: count what each costs, show how far it is, and give the
         answers to lm-eval's cache as they come."""
@@ -362,11 +347,12 @@ class D2FLM(TemplateLM):
         for task, its in tasks.items():
             figures = self.figures.setdefault((task, kind), TaskFigures())
             began = time.perf_counter()
-            hidden = quiet or self.rank != 0
+            hidden = True if quiet or self.rank != 0 else None  # None: without a terminal
             with tqdm(total=len(its), desc=f"{task} {kind}", disable=hidden) as bar:
                 for n, value in answer(figures, [kept[i] for i in its]):
                     found[its[n]] = value
-                    self.cache_hook.add_partial(method, kept[its[n]][0].args, value)
+                    cached = value[0] if method == "loglikelihood_rolling" else value
+                    self.cache_hook.add_partial(method, kept[its[n]][0].args, cached)
                     bar.update()
             figures.seconds += time.perf_counter() - began
         return [found[i] for i in places]
@@ -383,13 +369,20 @@ class D2FLM(TemplateLM):
         _, prompts, decoders = zip(*jobs, strict=True)
         for event in stream(self.model, prompts, decoders, batch_size=self.batch_size):
             if event.result is not None:
-                figures.costs.append((len(event.result.tokens), event.result.forwards))
+                figures.add(1, len(event.result.tokens), event.result.forwards)
                 yield jobs[event.request][0], event.result.text or ""
 
     def _scored(
-        self, figures: TaskFigures, asked: list[Asked], parts: list[list[Pair]]
-    ) -> Iterator[tuple[int, Score]]:
-        """Yield (a request's number, the score of all its pairs) as it is known."""
+        self, figures: TaskFigures, asked: list[Asked]
+    ) -> Iterator[tuple[int, tuple[float, bool]]]:
+        """Yield (a request's number, the score of all its pairs) as it is known: the windows of a
+        text, or one prompt and its target."""
+        parts = [
+            self.windows(*request.args)
+            if request.request_type == "loglikelihood_rolling"
+            else [self.pair(figures, *request.args)]
+            for request, _ in asked
+        ]
         owners = [n for n, pairs in enumerate(parts) for _ in pairs]
         scores: list[list[Score]] = [[] for _ in parts]
         for at, score in self.scores([pair for pairs in parts for pair in pairs]):
@@ -398,11 +391,11 @@ class D2FLM(TemplateLM):
             if len(scores[n]) == len(parts[n]):
                 whole = Score.total(scores[n])
                 tokens = sum(len(target) for _, target in parts[n])
-                figures.costs.append((tokens, whole.forwards))
+                figures.add(1, tokens, whole.forwards)
                 if whole.standard_error != 0:
                     request, _ = asked[n]
                     figures.errors[request.doc_id or 0, request.idx] = whole.standard_error
-                yield n, whole
+                yield n, (whole.loglikelihood, whole.greedy)
 
     def _loglikelihood_tokens(
         self, requests: list[tuple[tuple[str, str], list[int], list[int]]], **kwargs: Any

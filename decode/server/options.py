@@ -11,9 +11,9 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 from tyro.conf import Suppress, UseAppendAction, arg
 
+from d2f import flags as command_line
 from d2f.errors import InputError, did_you_mean
 from d2f.flags import Switch, check_least, check_model_name
-from decode import cli
 from decode.cli import DEFAULT_MODEL, DecoderOptions, ModelOptions, read_settings
 from decode.decoders import find_decoder
 
@@ -27,10 +27,10 @@ class ServedModelOptions(ModelOptions):
 
     model: Suppress[str] = DEFAULT_MODEL
     models: Annotated[tuple[str, ...], UseAppendAction, arg(name="model", metavar="NAME")] = ()
-    """folder, hub name or bundled model; may be given several times; ALIAS=NAME serves it under
-    another name (default: tiny-d2f)"""
+    """folder, hub name or bundled model, or ALIAS=NAME; may be given several times (default:
+    tiny-d2f)"""
     max_model_len: Annotated[int | None, arg(metavar="N")] = None
-    """most tokens of a prompt and its response (default: the model's context)"""
+    """of prompt and response (default: the context)"""
 
     @property
     def named(self) -> dict[str, str]:
@@ -65,20 +65,17 @@ class EngineOptions:
     max_batch: Annotated[int, arg(metavar="N")] = 16
     """most requests in a forward"""
     slots: Annotated[int | None, arg(metavar="N")] = None
-    """slots of the cache, a position each (default: by batch, context and free memory)"""
+    """positions of the cache (default: by free memory)"""
     request_slots: Annotated[int | None, arg(metavar="N")] = None
-    """most slots that a request may need, and so rows that it feeds in a forward: prompt, response,
-    and what its decoder drafts (default: about four times --max-model-len)"""
+    """of a request, drafts too (default: about 4 --max-model-len)"""
     max_waiting: Annotated[int, arg(metavar="N")] = 256
-    """most that wait for room; more are refused with 429"""
+    """most that wait; more are refused with 429"""
     prefill_rows: Annotated[int | None, arg(metavar="N")] = None
-    """most rows of prompts in a forward, so that a long one does not hold up the others (default:
-    as many whole ones as 4096 rows hold)"""
+    """most rows of prompts in a forward (default: the whole ones that 4096 rows hold)"""
     max_rows: Annotated[int | None, arg(metavar="N")] = None
-    """rows that one forward should have: lossless decoding speculates as far as that leaves room
-    (default: by device)"""
+    """rows up to which a forward speculates (default: by device)"""
     reuse_prefixes: Switch = False
-    """copy the rows of a prompt that an earlier one began with, where that is exact"""
+    """copy rows of an earlier prompt where that is exact"""
 
     def check(self) -> None:
         """Raise InputError for a value out of range."""
@@ -92,19 +89,17 @@ class ReplicaOptions:
     """Run several processes, by the extra ray (docs/serving.md)."""
 
     replicas: Annotated[int | None, arg(metavar="N")] = None
-    """processes that each hold the models and an engine of each; the cores are divided among them
-    (default: no Ray, one engine in this process)"""
+    """processes with all models each (default: this one)"""
     min_replicas: Annotated[int | None, arg(metavar="N")] = None
-    """in place of --replicas: keep at least so many (default: 1) ..."""
+    """in place of --replicas: at least so many ..."""
     max_replicas: Annotated[int | None, arg(metavar="N")] = None
     """... and at most so many, by how many requests there are"""
     target_requests: Annotated[float | None, arg(metavar="X")] = None
-    """requests in flight, for each replica, that the number of replicas is kept to (default:
-    --max-batch)"""
+    """requests in flight a replica (default: --max-batch)"""
     replica_gpus: Annotated[int | None, arg(metavar="N")] = None
-    """GPUs of each replica (default: 1 where the device is cuda, else 0)"""
+    """GPUs of each (default: 1 where the device is cuda)"""
     ray_address: Annotated[str | None, arg(metavar="HOST:PORT")] = None
-    """of a running Ray cluster, or auto (default: Ray is started here, on 127.0.0.1)"""
+    """of a running Ray cluster, or auto (default: a new one)"""
 
     if TYPE_CHECKING:  # of the models' options
         tensor_parallel: int
@@ -148,24 +143,23 @@ class LimitOptions:
     """Limit what requests may ask for, and what a client may cost."""
 
     allow_decoders: Annotated[str | None, arg(metavar="NAMES")] = None
-    """decoders that requests may name, with commas between them (default: all that fit the
-    model)"""
+    """decoders that requests may name, with commas (default: all)"""
     sanitize_content: Switch = False
-    """encode what looks like control tokens in a chat's text as plain text"""
+    """read control tokens in a chat's text as plain text"""
     max_choices: Annotated[int, arg(metavar="N")] = 128
     """most answers to a request, prompts times n"""
     max_body: Annotated[int | None, arg(metavar="BYTES")] = None
-    """of a request (default: 64 for each position of the longest context, at least a million)"""
+    """of a request (default: by the context, at least 1e6)"""
     max_unsent: Annotated[int, arg(metavar="BYTES")] = 16_000_000
-    """of forwards that wait for a client that asked for events and does not read"""
-    body_timeout: Annotated[float, arg(metavar="SECONDS")] = 30.0
-    """until the whole of a request must have come"""
-    request_timeout: Annotated[float, arg(metavar="SECONDS")] = 600.0
+    """of events that wait for a slow reader"""
+    body_timeout: Annotated[float, arg(metavar="S")] = 30.0
+    """until all of a request must be here"""
+    request_timeout: Annotated[float, arg(metavar="S")] = 600.0
     """until its answer must be complete"""
-    send_timeout: Annotated[float, arg(metavar="SECONDS")] = 30.0
-    """until a client must have taken what it was sent"""
-    drain_seconds: Annotated[float, arg(metavar="SECONDS")] = 30.0
-    """how long running requests may go on after SIGTERM"""
+    send_timeout: Annotated[float, arg(metavar="S")] = 30.0
+    """until a client must have read"""
+    drain_seconds: Annotated[float, arg(metavar="S")] = 30.0
+    """for running requests after SIGTERM"""
 
     @property
     def allowed(self) -> list[str] | None:
@@ -189,19 +183,19 @@ class AccessOptions:
     port: Annotated[int, arg(metavar="PORT")] = 8000
     """0 takes any that is free"""
     api_key: Annotated[tuple[str, ...], UseAppendAction, arg(metavar="KEY")] = ()
-    """a key that requests must bear, may be given several times; better in the environment variable
-    D2F_API_KEY, which other users cannot see (default: none needed)"""
+    """that requests must bear, may be given several times; better in the environment variable
+    D2F_API_KEY (default: none needed)"""
     public: Annotated[str, arg(metavar="PATHS")] = "/health,/ready"
     """which of /health,/ready,/metrics need no key"""
     allowed_host: Annotated[tuple[str, ...], UseAppendAction, arg(metavar="NAME")] = ()
-    """a name that requests may call the server by, may be given several times, * for any (default:
-    localhost and its addresses where it listens there alone, else any)"""
+    """name that requests may use, may be given several times, * for any (default: localhost where
+    it listens there alone, else any)"""
     cors_origin: Annotated[tuple[str, ...], UseAppendAction, arg(metavar="ORIGIN")] = ()
-    """another site whose pages may ask, may be given several times (default: none)"""
-    log_format: Literal["text", "json"] = "text"
-    """of the log, on standard error"""
+    """another site whose pages may ask, may be given several times"""
+    log_format: Annotated[Literal["text", "json"], arg(metavar="KIND")] = "text"
+    """text or json: of the log, on standard error"""
     log_prompts: Switch = False
-    """write prompts into the log, too"""
+    """log prompts, too"""
 
     @property
     def public_paths(self) -> tuple[str, ...]:
@@ -244,17 +238,18 @@ class Options(
     LimitOptions,
     AccessOptions,
 ):
-    """Serve models through OpenAI's HTTP interface: /v1/completions and /v1/chat/completions, with
-    streams of settled text alone, and a page at / that shows the pipeline.
+    """Serve models through OpenAI's HTTP interface, with streams of settled text alone, and a page
+    at / that shows the pipeline.
 
-    A request may choose its decoder and that decoder's options; the decoder's options here are what
-    a request gets that says nothing else, where the decoder fits its model. docs/serving.md says
-    more.
-
-    SIGTERM or Ctrl-C: no new requests, those that run finish within --drain-seconds; a second one
-    cancels them. Exit status: 0 ended so; 2 bad input, found before a model is loaded where it can
-    be.
+    A request may choose its decoder and options; those here are what it gets that says nothing
+    else. SIGTERM or Ctrl-C: running requests finish within --drain-seconds; a second one cancels
+    them. Exit status: 0 ended so; 2 bad input. docs/serving.md says more.
     """
+
+    examples = (
+        "d2f serve --model tiny-d2f --port 8000",
+        "d2f serve --model a=tiny-d2f --model b=tiny-ar --max-batch 32 --log-format json",
+    )
 
     def check(self) -> None:
         """Raise InputError for decoder options that no model could be decoded with."""
@@ -263,7 +258,7 @@ class Options(
 
 def parse(arguments: Sequence[str] | None = None) -> Options:
     """Read the command line. Raises InputError, SystemExit after --help."""
-    return cli.parse(Options, arguments, usual="python -m decode.serve")
+    return command_line.parse(Options, arguments, usual="python -m decode.serve")
 
 
 def keys(given: Sequence[str]) -> tuple[str, ...]:

@@ -10,10 +10,9 @@ from typing import TYPE_CHECKING, Annotated
 import numpy as np
 from rich.console import Console
 from rich.text import Text
-from tyro.conf import arg
+from tyro.conf import Positional, arg
 
 from d2f.command import command
-from d2f.errors import InputError
 from d2f.flags import Switch, Verbose, check_least, parse_known
 from d2f.quiet import quiet
 
@@ -34,9 +33,14 @@ class Options:
     Every key of the configuration can be overridden: --data.row_length 512
     """
 
+    examples = (
+        "d2f data tiny-d2f",
+        "d2f data my-training.yaml --samples 10 --data.row_length 512",
+    )
+
     inspect: Switch = False
-    """show samples; must be given"""
-    config: Annotated[str, arg(metavar="NAME")]
+    """show samples, which is all that this command does"""
+    config: Positional[str]
     """YAML file, or a name of training in `d2f configs`"""
     samples: Annotated[int, arg(metavar="N")] = 3
     """samples to show"""
@@ -45,8 +49,6 @@ class Options:
     def check(self) -> None:
         """Raise InputError for a value out of range."""
         check_least(self, samples=1)
-        if not self.inspect:
-            raise InputError("expected --inspect, which is all that this command does")
 
 
 def parse(arguments: Sequence[str] | None = None) -> tuple[Options, list[str]]:

@@ -4,7 +4,6 @@ import io
 import re
 
 import pytest
-from files import TAU
 from rich.console import Console
 from rich.live import Live
 from rich.text import Text
@@ -61,14 +60,6 @@ def test_a_narrow_or_a_low_terminal(height):
         live.update(Running([panel(40, 2)] * 3), refresh=True)
         lines = console.file.getvalue().splitlines()
         assert len(lines) <= height and all(len(Text.from_ansi(line)) <= 24 for line in lines)
-
-
-def test_a_run_in_a_low_terminal(student):
-    console = terminal(60, 9)
-    arguments = ["--model", student, "--problems", "1", "--tasks", "story", "--pause", "0.001"]
-    assert main([*arguments, *TAU, "--block-size", "4"], console) == 0
-    frames = console.file.getvalue()
-    assert re.search(r"lines \d+ to \d+ of", frames) and "answer" in frames
 
 
 @pytest.mark.parametrize(

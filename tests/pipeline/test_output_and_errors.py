@@ -1,14 +1,25 @@
-"""The command `python -m decode.pipeline`: resuming an output, and bad input."""
+"""The command `python -m decode.pipeline`: resuming an output, and bad input, which is found before
+any weights are read."""
+
+import json
+import shutil
 
 import pytest
 import torch
 from files import TAU, lines_of, prompts_file, untimed
 
 import d2f
+from d2f.errors import InputError
 from d2f.saving import save_model
+from decode import pipeline
+from decode.cli import DecoderSettings, outline
+from decode.compare.config import make_workloads, read_config
+from decode.compare.entries import check_entries
 from decode.decoders import DECODERS
 from decode.display import Plain
 from decode.pipeline import main
+
+SMALL = ["--prompt", "Tom has 3 pens.", "--raw", "--max-new-tokens", "8", "--quiet"]
 
 # Resuming
 
@@ -66,6 +77,7 @@ def test_output_of_another_run(student, tmp_path, capsys):
     [
         (["--tau", "1.5"], "decoder d2f, the default of this model, has no option tau"),
         (["--decoder", "autoregressive"], "autoregressive needs a causal model"),
+        (["--decoder", "wedlm"], "wedlm needs"),
         (["--prompt", "<|mask|>"], "contains the mask id 1 at position 1"),
         (["--prompt", "a " * 300], "--prompt has 3"),
         (["--prompt", "Hi", "--max-new-tokens", "9999"], "the model's context is 256"),
@@ -73,7 +85,10 @@ def test_output_of_another_run(student, tmp_path, capsys):
         (["--adapter", "no/such/folder"], "no/such/folder"),
     ],
 )
-def test_bad_arguments(student, tmp_path, capsys, arguments, message):
+def test_bad_arguments_are_said_before_the_weights_are_read(
+    student, tmp_path, monkeypatch, capsys, arguments, message
+):
+    monkeypatch.setattr(pipeline, "load", lambda options: pytest.fail("loaded"))
     out = tmp_path / "out"
     assert main(["--model", student, "--output", str(out), *arguments]) == 2
     captured = capsys.readouterr()
@@ -121,22 +136,16 @@ def test_bad_config(student, tmp_path, capsys, text, message):
         ('{"ids": [99999]}', "line 2: ids must lie in"),
         ('{"prompt": "a", "id": 1}', "two answers would have the id 1: give other ids"),
         ('{"prompt": "a", "id": null}', "line 2: id: expected a whole number or text, got null"),
+        (b"\n", "expected at least one line"),
+        (b"\xff", "cannot be read: 'utf-8'"),
     ],
 )
 def test_bad_prompts_file(student, tmp_path, capsys, line, message):
     path = tmp_path / "p.jsonl"
-    path.write_text('{"prompt": "fine"}\n' + line + "\n")
+    whole = line if isinstance(line, bytes) else f'{{"prompt": "fine"}}\n{line}\n'.encode()
+    path.write_bytes(whole)
     assert main(["--model", student, "--prompts-file", str(path)]) == 2
     assert message in capsys.readouterr().err
-
-
-@pytest.mark.parametrize("content", [b"", b"\n", b"\xff"])
-def test_prompts_file_without_lines(tmp_path, capsys, content):
-    path = tmp_path / "p.jsonl"
-    path.write_bytes(content)
-    assert main(["--prompts-file", str(path)]) == 2
-    said = capsys.readouterr().err
-    assert "expected at least one line" in said or "cannot be read: 'utf-8'" in said
 
 
 def test_nan_logits_stop_the_run(broken, tmp_path, capsys):
@@ -154,3 +163,75 @@ def test_nan_logits_stop_the_run(broken, tmp_path, capsys):
     assert main([*options, "--prompts-file", path]) == 1
     assert "forward 1 of the warm-up" in capsys.readouterr().err
     assert not out.exists()
+
+
+# Options are checked against the decoder that will decode.
+
+
+@pytest.mark.parametrize("model", ["student", "teacher", "causal", "wino_plus"])
+def test_an_option_that_another_decoder_refuses(model, request):
+    """FreeDave and lossless decoding have a temperature too, and want it to be 0."""
+    place = request.getfixturevalue(model)
+    assert main(["--model", place, *SMALL, "--temperature", "0.7"]) == 0
+
+
+def test_an_outline_needs_no_weights(student, tmp_path):
+    place = tmp_path / "bare"
+    shutil.copytree(student, place, ignore=shutil.ignore_patterns("*.safetensors"))
+    model = outline(str(place))
+    assert (model.contract.block_size, model.device.type) == (16, "meta")
+    adapter = tmp_path / "adapter"
+    adapter.mkdir()
+    (adapter / "adapter_config.json").write_text(
+        json.dumps({"base_model_name_or_path": str(place)})
+    )
+    contract = json.loads((place / "d2f_contract.json").read_text()) | {"block_size": 4}
+    (adapter / "d2f_contract.json").write_text(json.dumps(contract))
+    assert outline(str(place), str(adapter)).contract.block_size == 4
+    assert outline(str(adapter)).contract.block_size == 4  # an adapter alone
+
+
+def test_without_a_model_an_option_is_refused_only_where_every_decoder_refuses_it():
+    DecoderSettings(None, {"temperature": 0.5}).check([8])
+    DecoderSettings(None, {"tau": 1.5}).check([8])
+    for given, message in (
+        ({"temperature": -1}, "temperature must be 0 or more"),
+        ({"tau_add": 2}, r"tau_add must lie in \[0, 1\]"),
+        ({"tau1": 0.5, "tau_add": 0.5}, "no decoder has all of the options tau1, tau_add"),
+    ):
+        with pytest.raises(InputError, match=message):
+            DecoderSettings(None, given).check([8])
+
+
+@pytest.mark.parametrize("name", DECODERS)
+def test_a_named_decoder_answers_for_itself(name):
+    """An error names the decoder in use or one of its options, never another decoder."""
+    others = set(DECODERS) - {name}
+    for given in ({"temperature": 0.7}, {"tau": 1.5}, {"block_size": 0}, {"nothing": 1}):
+        try:
+            DecoderSettings(name, given).check([8])
+        except InputError as error:
+            assert not others & set(str(error).replace(",", "").split(" it has ")[0].split())
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ("{tau: 1.5}", "entry mine: the decoder d2f, the default of this model, has no option tau"),
+        ("{decoder: wedlm}", "entry mine: .*decoder"),
+        ("{max_new_tokens: 4}", None),
+    ],
+)
+def test_compare_checks_its_entries_before_it_starts_one(student, tmp_path, options, message):
+    path = tmp_path / "compare.yaml"
+    path.write_text(
+        f"output: {tmp_path}\ntasks: [sudoku]\nproblems: 2\naccuracy_problems: 0\n"
+        f"entries: [{{kind: ours, name: mine, model: {student}, options: {options}}}]\n"
+    )
+    config = read_config(path)
+    workloads = make_workloads(config)
+    if message is None:
+        check_entries(config, workloads)
+    else:
+        with pytest.raises(InputError, match=message):
+            check_entries(config, workloads)

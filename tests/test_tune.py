@@ -1,42 +1,147 @@
-"""The command `python -m decode.tune`, with made-up measurements where it does not matter."""
+"""`d2f tune`: the frontier, the choice and its margin; the command, with made-up measurements where
+it does not matter what is decoded."""
 
 import json
+from dataclasses import replace
 
+import numpy as np
 import pytest
 import yaml
+from hypothesis import given
+from hypothesis import strategies as st
 
 import d2f
+from d2f.errors import InputError
 from decode import pipeline
 from decode.decoders import DECODERS
-from decode.evaluate import Judged
 from decode.ledger import Ledger
-from decode.step import Result
-from decode.tune import Tuning, main, tune
+from decode.report import Measurements
+from decode.tune import SearchOptions as Goal
+from decode.tune import Tuning, choose, difference, frontier, main, margin_of, tune
 
 SMALL = "--tasks story --problems 60 --heldout 45 --repetitions 2 --tau-add 0.1 --tau-act 1".split()
 SMALL += ["--no-figures"]
-TOKENS = 10  # a problem
+PROBLEMS, TOKENS = 40, 10
 
 
-def judge(model, decoder, task, problems, *, batch_size):
-    """In place of `decode_and_judge`: a higher tau_conf is slower, and right on more problems."""
-    seconds = 0.01 + 0.1 * decoder.tau_conf
-    result = Result([1] * TOKENS, [1] * TOKENS, "", 2, [(1, 0)] * 2, seconds, "end", 5)
-    right = [len(problem.question) % 10 < 10 * decoder.tau_conf for problem in problems]
-    return Judged([result] * len(problems), right, seconds * len(problems))
+def measured(right, speed=1.0):
+    """Problems right or not, each of `TOKENS` tokens, at so many tokens per second."""
+    count = len(right)
+    seconds = np.full(count, TOKENS / speed)
+    return Measurements(
+        np.array(right, dtype=bool), np.full(count, TOKENS), np.full(count, 2), seconds
+    )
+
+
+def counted(right, problems, speed):
+    """The first `right` of the problems right."""
+    return measured(np.arange(problems) < right, speed)
+
+
+def point(one):
+    return round(one.tokens_per_second), one.count_right
+
+
+# The choice.
+
+settings = st.lists(
+    st.builds(counted, st.integers(0, PROBLEMS), st.just(PROBLEMS), st.integers(1, 8)),
+    min_size=1,
+    max_size=10,
+)
+goals = st.one_of(
+    st.builds(Goal, within=st.sampled_from([0, 1, 2.5, 10, 100])),
+    st.builds(Goal, min_accuracy=st.floats(0, 1)),
+)
+
+
+@given(settings, goals)
+def test_the_frontier_and_the_choice(found, goal):
+    """The frontier has no dominated point and misses none; the fastest that is accurate enough is
+    chosen."""
+
+    def dominates(a, b):
+        return a[0] >= b[0] and a[1] >= b[1] and a != b
+
+    points = list(map(point, found))
+    front = [points[i] for i in frontier(found)]
+    assert not any(dominates(a, b) for a in points for b in front)
+    assert len(set(front)) == len(front) and front == sorted(front, reverse=True)
+    assert all(p in front or any(dominates(q, p) for q in points) for p in points)
+
+    chosen, reference, bound = choose(goal, found)
+    best = max(one.count_right for one in found)
+    assert found[reference].count_right == best
+    enough = [one for one in found if one.accuracy >= bound - 1e-9]
+    enough = enough or [one for one in found if one.count_right == best]
+    assert point(found[chosen])[0] == max(point(one)[0] for one in enough)
+    assert found[chosen] in enough
+
+
+def test_the_bound():
+    found = [counted(30, 40, 9), counted(38, 40, 5), counted(39, 40, 4), counted(39, 40, 3)]
+    assert choose(Goal(within=2), found)[0] == 2
+    assert choose(Goal(within=2.5), found)[0] == 1  # 38 is exactly 2.5 points below 39
+    assert choose(Goal(within=2), found)[1] == 3  # the slowest of the most accurate
+    assert choose(Goal(min_accuracy=0.75), found)[0] == 0
+    assert choose(Goal(min_accuracy=1), found)[0] == 2  # out of reach: the most accurate
+    for values in ({"within": 101}, {"within": float("nan")}, {"min_accuracy": 1.5}):
+        with pytest.raises(InputError, match=r"must lie in \[0, 1"):
+            Goal(**values).check()
+
+
+def test_the_paired_interval_and_the_margin():
+    """Agresti's example has cells 794, 150, 86, 570 (approval of a prime minister, 1600
+    asked): the share falls by 4.0 points, 95 % 2.1 to 5.9."""
+    first = np.repeat([True, True, False, False], [794, 150, 86, 570])
+    second = np.repeat([True, False, True, False], [794, 150, 86, 570])
+    share, low, high = difference(measured(first), measured(second))
+    assert (share, low, high) == pytest.approx((0.04, 0.021, 0.059), abs=0.0005)
+    assert difference(measured(second), measured(first)) == pytest.approx((-share, -high, -low))
+    best, worse = counted(95, 100, 1), counted(60, 100, 2)
+    share, low, high = margin_of(Goal(within=1), best, best)
+    assert share == pytest.approx(0.01) and low < 0 < high
+    assert margin_of(Goal(within=10), best, best)[1] > 0
+    assert margin_of(Goal(within=1), worse, best)[2] < 0
+    low, high = best.interval
+    least = margin_of(Goal(min_accuracy=0.9), best, best)
+    assert least == pytest.approx((0.05, low - 0.9, high - 0.9))
+
+
+# The command.
 
 
 @pytest.fixture
 def made_up(monkeypatch):
-    """Measurements without decoding; (tau_conf, problems) of each, warm-ups included."""
+    """Measurements without decoding: a higher tau_conf is slower, and right on more problems.
+    (tau_conf, problems) of each, warm-ups included."""
     calls = []
 
-    def count(model, decoder, task, problems, **options):
+    def judge(model, decoder, task, problems, *, batch_size):
         calls.append((decoder.tau_conf, len(problems)))
-        return judge(model, decoder, task, problems, **options)
+        right = [len(problem.question) % 10 < 10 * decoder.tau_conf for problem in problems]
+        return [], measured(right, TOKENS / (0.01 + 0.1 * decoder.tau_conf))
 
-    monkeypatch.setattr("decode.evaluate.decode_and_judge", count)
+    monkeypatch.setattr("decode.evaluate.decode_and_judge", judge)
     return calls
+
+
+@pytest.fixture(scope="module")
+def model():
+    return d2f.load("tiny-d2f", device="cpu")
+
+
+@pytest.fixture(autouse=True)
+def loaded_once(model, monkeypatch):
+    """The bundled model, read once. No test changes its weights."""
+    real = d2f.load
+
+    def cached(name, *, device=None, **more):
+        path = str(getattr(name, "path", name))
+        ours = device is None and path in ("tiny-d2f", model.path)
+        return replace(model) if ours else real(name, device=device, **more)
+
+    monkeypatch.setattr("d2f.load", cached)
 
 
 def report_of(folder):
@@ -49,15 +154,11 @@ def tried(folder):
     return {row["setting"]["tau_conf"]: row["problems"] for row in rows}
 
 
-# What it does.
-
-
 def test_end_to_end(tmp_path, capsys):
     """The bundled model, two settings, a few problems: search, files, and the YAML in use."""
     out = tmp_path / "out"
-    arguments = "--tasks sudoku,story --tau-add 0.1 --tau-act 1 --tau-conf 0.5,0.9 --problems 3"
-    arguments = [*arguments.split(), "--heldout", "3", "--repetitions", "1", "--output", str(out)]
-    assert main(arguments) == 0
+    arguments = "--tasks sudoku,story --tau-add 0.1 --tau-act 1 --tau-conf 0.5,0.9 --problems 2"
+    assert main([str(out), *arguments.split(), "--heldout", "2", "--repetitions", "1"]) == 0
     printed = capsys.readouterr().out
     figures = {f"frontier{of}" for of in (".png", ".svg", "-dark.png", "-dark.svg")}
     files = {"measurements.jsonl", "report.json", "report.md"}
@@ -122,17 +223,11 @@ def test_tpe_tries_some_settings(tmp_path, made_up):
     assert 6 <= len(settings) <= 12 and set(settings) <= set(map(float, taus.split(",")))
 
 
-def test_python(tmp_path, made_up):
-    tuning = Tuning(
-        tasks=["sudoku"],
-        lists={"tau_conf": [0.6, 0.9], "tau_add": [0.1], "tau_act": [1.0], "block_size": [8, 16]},
-        search="grid",
-        problems=20,
-        heldout=20,
-        repetitions=1,
-        min_accuracy=0.0,
-    )
-    report = tune(d2f.load("tiny-d2f"), tuning, tmp_path, figures=False)
+def test_python(tmp_path, made_up, model):
+    lists = {"tau_conf": [0.6, 0.9], "tau_add": [0.1], "tau_act": [1.0], "block_size": [8, 16]}
+    few = {"problems": 20, "heldout": 20, "repetitions": 1}
+    tuning = Tuning(tasks=["sudoku"], lists=lists, search="grid", min_accuracy=0.0, **few)
+    report = tune(model, tuning, tmp_path, figures=False)
     (task,) = report["tasks"]
     assert task["chosen"]["tau_conf"] == 0.6 and len(task["settings"]) == 4
     assert (tmp_path / task["config"]).is_file() and report == report_of(tmp_path)
@@ -173,7 +268,7 @@ def test_the_goal_and_a_budget_may_change_over_one_output(tmp_path, made_up, cap
     arguments = [*SMALL, "--tau-conf", "0.5,0.7,0.9", "--search", "grid", "--output", str(tmp_path)]
     assert main([*arguments, "--budget", "4"]) == 0  # the first rung takes 20 * 0.24 s
     assert tried(tmp_path) == {0.5: 20, 0.7: 20, 0.9: 20}
-    assert "of them on 20 tuning problems.\nThe budget ended" in capsys.readouterr().out
+    assert "of them on 20 tuning problems. The budget ended" in capsys.readouterr().out
     assert main(arguments) == 0
     assert tried(tmp_path) == {0.5: 60, 0.7: 60, 0.9: 60}
     assert main([*arguments, "--min-accuracy", "0"]) == 0
@@ -204,8 +299,8 @@ def test_another_run_in_the_output(tmp_path, made_up, capsys):
     [
         (["--decoder", "beam"], f"decoder: got 'beam'; expected one of {', '.join(DECODERS)}"),
         (["--steps", "4"], "the decoder d2f has no option steps; of those"),
-        (["--decoder", "static"], "the decoder static has no default grid: give values"),
-        (["--decoder", "autoregressive"], "the options that can be searched: none"),
+        (["--decoder", "static"], "the decoder static has no default grid: give lists"),
+        (["--decoder", "autoregressive"], "of those that can be searched it has none"),
         (["--decoder", "static", "--steps", "7", "--block-size", "4"], "steps must be a multiple"),
         (["--tau-conf", "0.9,1.2"], "tau_conf must lie in [0, 1], got 1.2"),
         (["--block-size", "8.5"], "--block-size: expected numbers with commas, got '8.5'"),
@@ -214,19 +309,15 @@ def test_another_run_in_the_output(tmp_path, made_up, capsys):
         (["--within", "1", "--min-accuracy", "0.9"], "exclude each other"),
         (["--model", "tiny-ar"], "the decoder d2f needs a model with a mask id"),
         (["--problems", "200000"], "count must be at most 100000, got 200000"),
+        (["without optuna"], "needs optuna, not installed: pip install 'd2f-toolkit[tune]'"),
     ],
 )
-def test_bad_arguments(tmp_path, made_up, capsys, arguments, message):
+def test_bad_arguments(tmp_path, made_up, capsys, monkeypatch, arguments, message):
+    if arguments == ["without optuna"]:
+        monkeypatch.setattr("decode.cli.find_spec", lambda name: name != "optuna" or None)
+        arguments = []
     out = tmp_path / "out"
     assert main(["--tasks", "sudoku", "--output", str(out), *arguments]) == 2
     captured = capsys.readouterr()
     assert captured.err.startswith("error: ") and message in captured.err
     assert not captured.out and not made_up and not out.exists()
-
-
-def test_without_a_library(tmp_path, made_up, monkeypatch, capsys):
-    monkeypatch.setattr("decode.cli.find_spec", lambda name: name != "optuna" or None)
-    arguments = [*SMALL, "--tau-conf", "0.9", "--output", str(tmp_path / "out")]
-    assert main(arguments) == 2
-    assert "needs optuna, not installed: pip install 'd2f-toolkit[tune]'" in capsys.readouterr().err
-    assert not made_up and not (tmp_path / "out").exists()
