@@ -14,7 +14,7 @@ from d2f.saving import save_model
 from decode import pipeline
 from decode.cli import DecoderSettings, outline
 from decode.compare.config import make_workloads, read_config
-from decode.compare.entries import check_entries
+from decode.compare.entries import prepare_entries
 from decode.decoders import DECODERS
 from decode.display import Plain
 from decode.pipeline import main
@@ -231,7 +231,7 @@ def test_compare_checks_its_entries_before_it_starts_one(student, tmp_path, opti
     config = read_config(path)
     workloads = make_workloads(config)
     if message is None:
-        check_entries(config, workloads)
+        prepare_entries(config, workloads)
     else:
         with pytest.raises(InputError, match=message):
-            check_entries(config, workloads)
+            prepare_entries(config, workloads)

@@ -14,9 +14,8 @@ from d2f.models import resolve
 from d2f.tasks import find_task, find_tasks, task_of_data
 from d2f.tokenizer import load_tokenizer, render
 from decode.cli import outline
-from decode.compare.config import Item, Workload
-from decode.compare.local import encode_all
 from decode.decoders import find_decoder
+from decode.engine.prompts import encode
 from decode.jobs import encode_problems
 
 ROWS = [
@@ -258,8 +257,7 @@ def test_every_way_to_the_ids_has_it(tmp_path):
     (problem,) = begun_task(tmp_path, gen_prefix=PREFIX).problems("heldout", 1)
     (ids,) = encode_problems(model, [problem], find_decoder("d2f")(max_new_tokens=16))
     assert model.tokenizer.decode(ids) == "<|user|>1+1?<|assistant|><b> x\n"
-    item = Item("1", problem.prompt)
-    assert encode_all(model.tokenizer, Workload("w", [item], 1, 1, 16, ()), "here") == [ids]
+    assert encode(model, problem.prompt, "as d2f compare", raw=True) == ids
 
 
 def test_the_judge_reads_it_only_if_asked_to(tmp_path):

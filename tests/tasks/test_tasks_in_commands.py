@@ -16,7 +16,8 @@ from d2f.errors import InputError
 from d2f.tasks import find_task, make_problems
 from decode.compare.config import make_workloads
 from decode.compare.config import read_config as read_comparison
-from decode.compare.local import OursRunner, encode_all, tokenizer_of
+from decode.compare.entries import prepare_entries
+from decode.compare.local import OursRunner, tokenizer_of
 from decode.compare.results import judge
 from decode.pipeline import main as pipeline
 from decode.tune import main as tune
@@ -105,9 +106,9 @@ def test_it_is_compared(task):
     assert (workload.name, workload.max_new_tokens, workload.stop) == ("mine", 64, (NEVER,))
     # All problems that there are are judged: fewer than the default of 500.
     assert len(workload.items) == len(find_task(task).problems("heldout", None))
-    workload = pickle.loads(pickle.dumps(workload))  # entries run in processes of their own
-    runner = OursRunner(config.entries[0], [workload])
-    run = runner.run("mine", 2, 2)
+    prepared = prepare_entries(config, [workload])["D2F"]["mine"]
+    prepared = pickle.loads(pickle.dumps(prepared))  # entries run in processes of their own
+    run = OursRunner(config.entries[0]).run(prepared.first(2), 2)
     found = judge(run, workload, tokenizer_of("tiny-d2f"), entry="D2F", concurrency=2, repetition=0)
     assert any(answer.right for answer in found.answers)
     with pytest.raises(InputError, match="mine: problems 400: count must be at most"):
@@ -123,8 +124,7 @@ def test_plain_text_is_sent_as_it_is(task):
     assert text.startswith("Q: ") and text.endswith("\nA:")
     tokenizer = tokenizer_of("tiny-d2f")
     plain = tokenizer(text)["input_ids"]
-    assert encode_all(tokenizer, workload, "x")[0] == plain
-    assert OursRunner(config.entries[0], [workload]).prepared["mine"][1][0] == plain
+    assert prepare_entries(config, [workload])["D2F"]["mine"].prompts[0] == plain
 
 
 def test_the_pipeline_decodes_it(task, capsys):
