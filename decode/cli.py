@@ -92,7 +92,7 @@ class ModelOptions:
     """auto is bfloat16 where that is fast: on a GPU, on a CPU with AMX or AVX512-BF16 (default:
     float32 on a CPU, bfloat16 elsewhere)"""
     quantize: Literal["int8", "int8-weight", "int4-weight", "nf4", "fp8"] | None = None
-    """weights in few bits (docs/low-precision.md says which device has which)"""
+    """weights in few bits (docs/performance.md says which device has which)"""
     device: Annotated[str | None, arg(metavar="NAME")] = None
     """cpu, cuda, cuda:1, ... (default: cuda where there is one)"""
     threads: Annotated[int | Literal["auto"] | None, arg(metavar="N|auto")] = None
@@ -104,7 +104,7 @@ class ModelOptions:
     merged adapter"""
     tensor_parallel: Annotated[int, arg(metavar="N")] = 1
     """share the model among N processes, a GPU each: torchrun --nproc-per-node N -m COMMAND
-    --tensor-parallel N (docs/several-gpus.md)"""
+    --tensor-parallel N (docs/performance.md)"""
     verbose: Verbose = False
 
     def check(self) -> None:

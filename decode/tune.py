@@ -171,7 +171,7 @@ class Options(
     against tokens per second, choose the fastest setting that is accurate enough, measure it on
     held-out problems, and write it as YAML for `d2f decode --config`.
 
-    The same command again goes on where it stopped. docs/tuning.md says how it chooses.
+    The same command again goes on where it stopped. docs/evaluation.md says how it chooses.
 
     Exit status: 0 done; 1 the model gave NaN or infinite logits; 2 bad input, found before any
     work; 130 interrupted, what was measured stays.

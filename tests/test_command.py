@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import re
 import subprocess
 import sys
 from pathlib import Path
@@ -41,12 +40,6 @@ def test_version_and_help_list_the_commands(capsys):
     said = capsys.readouterr().out
     assert all(f"\n  {name} " in said for name in COMMANDS)
     assert main([]) == 2
-
-
-def test_the_readme_names_every_command():
-    readme = (ROOT / "README.md").read_text(encoding="utf-8")
-    (listed,) = re.findall(r"The command is `d2f`, followed by(.*?)\(", readme, flags=re.DOTALL)
-    assert re.findall(r"`([\w-]+)`", listed) == list(COMMANDS)
 
 
 def test_every_help_shows_its_command_and_comes_without_torch():
