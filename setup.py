@@ -102,6 +102,7 @@ setup(
             "mkdocs>=1.6,<2",
             "mkdocs-material>=9.6",
             "mkdocstrings[python]>=1.0",
+            "ruff>=0.17,<0.18",  # breaks long signatures
         ],
         # ruff and mypy find more with each release, so `make lint` holds to one of each.
         "dev": [
