@@ -37,7 +37,7 @@ PROGRESS := $(shell test -t 2 || echo --quiet)
 .PHONY: help install run test docs dist mutate lint format models figures smollm2 compare vllm clean
 
 help: ## Print this list
-	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "make %-9s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
+	@awk -F ':.*## ' '/^[a-z0-9]+:.*## / { printf "make %-9s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
 
 install: $(INSTALLED) ## Set up .venv with the package, its dependencies and the development tools
 
