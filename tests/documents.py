@@ -27,8 +27,6 @@ def run(command: str, folder: Path, smaller: dict[str, str] | None = None) -> st
         module, words = COMMANDS[words[1]][0], words[2:]
     elif words[:2] == ["python", "-m"]:
         module, words = words[2], words[3:]
-    elif words[:2] == ["accelerate", "launch"]:
-        module, words = "distill.train", words[2 + (words[2] == "-m") + 1 :]
     else:
         raise AssertionError(f"a document has a command that no test knows: {command}")
     words = [str(ROOT / word) if word.startswith("configs/") else word for word in words]

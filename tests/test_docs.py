@@ -34,7 +34,7 @@ def fenced(page: str, language: str) -> list[str]:
 def test_the_way_from_an_autoregressive_checkpoint_runs(tmp_path):
     (block,) = (b for b in fenced("docs/training.md", "bash") if "d2f convert" in b)
     smaller = {
-        "accelerate launch": "--steps 1 --data.rows 1",
+        "d2f train": "--steps 1 --data.rows 1",
         "d2f decode": "--problems 1 --tasks sudoku",
     }
     for command in block.splitlines():
