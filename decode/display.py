@@ -80,7 +80,7 @@ class Plain(Display):
         name = one_line(str(record.id))
         for label, text in rows.items():
             if text is not None:
-                print(f"{name:<10} {label:<8}  {shortened(text)}", file=self.console.file)
+                print(f"{name:<12} {label:<8}  {shortened(text)}", file=self.console.file)
         self.console.file.flush()
 
 
