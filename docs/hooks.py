@@ -1,4 +1,7 @@
-"""Let pages link to files of the repository outside docs/: mkdocs copies these into the site."""
+"""Let pages link to files of the repository outside docs/: mkdocs copies these into the site.
+
+The README is the site's first page.
+"""
 
 from __future__ import annotations
 
@@ -9,28 +12,30 @@ from typing import Any
 from mkdocs.structure.files import File, Files
 
 ROOT = Path(__file__).parent.parent
-LINK = re.compile(r"(\]\()\.\./([^)#\s]+)")
+OUTSIDE = re.compile(r"(\]\()\.\./([^)#\s]+)")
+FROM_ROOT = re.compile(r"(\]\()(?!https?:|docs/|#)([^)#\s]+)")
+PICTURE = re.compile(r"\]\((\w[\w./-]*\.png)\)")
 
 
 def on_files(files: Files, config: Any) -> Files:
-    """Add every file that a page links to, and the pictures of the reports."""
+    """Add the README, every file that a page links to, and the pictures of the reports."""
+    readme = (ROOT / "README.md").read_text("utf-8")
     pages = [Path(config.docs_dir, file.src_uri) for file in files.documentation_pages()]
-    found = {name for page in pages for _, name in LINK.findall(page.read_text("utf-8"))}
+    found = {name for page in pages for _, name in OUTSIDE.findall(page.read_text("utf-8"))}
+    found |= {name for _, name in FROM_ROOT.findall(readme)}
     for name in list(found):
         place = ROOT / name
-        if place.suffix == ".md":
-            found |= {
-                str((place.parent / picture).relative_to(ROOT))
-                for picture in re.findall(r"\]\((\w[\w./-]*\.png)\)", place.read_text("utf-8"))
-                if (place.parent / picture).is_file()
-            }
+        if place.suffix == ".md" and place.parent != ROOT:  # a report
+            pictures = PICTURE.findall(place.read_text("utf-8"))
+            found |= {str((place.parent / one).relative_to(ROOT)) for one in pictures}
+    files.append(File.generated(config, "index.md", content=readme))
     for name in sorted(found):
         files.append(File.generated(config, name, abs_src_path=str(ROOT / name)))
     return files
 
 
 def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
-    """Point the links at the copies; a page of the repository itself links from its own root."""
-    if page.file.generated_by:  # CONTRIBUTING.md, reports
-        return re.sub(r"\]\((?!https?:)(?:docs/)([\w-]+\.md)", r"](\1", markdown)
-    return LINK.sub(r"\1\2", markdown)
+    """Point the links at where the files are in the site."""
+    if page.file.generated_by:  # the README, CONTRIBUTING.md, reports
+        return markdown.replace("](docs/", "](")
+    return OUTSIDE.sub(r"\1\2", markdown)
