@@ -24,9 +24,11 @@ def server(model: str):
         one.bind(("127.0.0.1", 0))
         port = one.getsockname()[1]
     command = [sys.executable, "-m", "decode.serve", "--model", model, "--port", str(port)]
-    process = subprocess.Popen(command)
+    process = subprocess.Popen(command, stderr=subprocess.DEVNULL)  # its log
     try:
-        while process.poll() is None:
+        while True:
+            if process.poll() is not None:
+                raise SystemExit(f"the server did not start; to see why: {' '.join(command)}")
             try:
                 urlopen(f"http://127.0.0.1:{port}/ready", timeout=5).close()
                 break
