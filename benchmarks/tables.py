@@ -81,12 +81,12 @@ def speeds() -> str:
         ("real-smollm2", "SmolLM2-135M, bf16", REAL),
         ("compare-tiny", "4M parameters, fp32", SMALL),
     ):
-        summary = Summary.load(name)
-        for task in summary.workloads:
+        report = load(name)
+        for task in report.workloads:
             found = {
                 shown: [
                     max(s[entry]["throughput"] for entry in names if entry in s)
-                    for s in (summary.at(task, n) for n in levels)
+                    for s in (speeds_at(report, task, n) for n in levels)
                 ]
                 for shown, names in entries.items()
             }
@@ -94,10 +94,10 @@ def speeds() -> str:
             for shown, values in found.items():
                 pairs = zip(values, best, strict=True)
                 cells = [f"**{v:,.0f}**" if v == top else f"{v:,.0f}" for v, top in pairs]
-                count = summary.right(entries[shown][0], task)
+                count = right(report, entries[shown][0], task)
                 judged = name != "real-smollm2" and count is not None
-                right = f"{count[0] / count[1]:.1%}" if judged and count else ""
-                rows.append((f"{model}: {task.removesuffix('-zero-shot')}", shown, *cells, right))
+                cells.append(f"{count[0] / count[1]:.1%}" if judged and count else "")
+                rows.append((f"{model}: {task.removesuffix('-zero-shot')}", shown, *cells))
     return "\n".join(markdown_table(head, rows))
 
 
