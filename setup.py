@@ -74,32 +74,36 @@ setup(
         "pyyaml>=6.0",
         "rich>=13.7",
         "tyro>=1.0.17,<1.1",  # its hook for parse errors is private
-        "httpx>=0.28",
         "psutil>=6.0",
         "filelock>=3.24",
         "tqdm>=4.67",
-        "wandb>=0.25",
     ],
     extras_require={
-        "plot": ["matplotlib>=3.9"],
-        "tune": ["optuna>=4.0", "matplotlib>=3.9"],
-        "compare": ["openai>=2.0", "matplotlib>=3.9"],
         "serve": [
             "fastapi>=0.120",
             "uvicorn>=0.38",
             "prometheus-client>=0.23",
             "sse-starlette>=3.3",
         ],
-        "gguf": ["gguf>=0.17"],
         "ray": ["ray[serve,data]>=2.60,<2.61"],
-        "quantize": ["torchao>=0.18,<0.19", "bitsandbytes>=0.48"],
         "evaluation": [
             "lm-eval>=0.4.11",
             "math-verify>=0.9",
             "markdown-it-py>=3.0",
         ],
-        "4bit": ["bitsandbytes>=0.48"],  # the older name of what nf4 alone needs
+        "plot": ["matplotlib>=3.9"],
+        "compare": ["openai>=2.0", "httpx>=0.28", "matplotlib>=3.9"],
+        "tune": ["optuna>=4.0", "matplotlib>=3.9"],
+        "track": ["wandb>=0.25", "tensorboard>=2.20"],
+        "quantize": ["torchao>=0.18,<0.19", "bitsandbytes>=0.48"],
+        "gguf": ["gguf>=0.17"],
         "deepspeed": ["deepspeed>=0.18"],
+        "docs": [
+            "mkdocs>=1.6,<2",
+            "mkdocs-material>=9.6",
+            "mkdocstrings[python]>=1.0",
+            "ruff>=0.17,<0.18",  # breaks long signatures
+        ],
         # ruff and mypy find more with each release, so `make lint` holds to one of each.
         "dev": [
             "bitsandbytes>=0.48",
@@ -121,9 +125,14 @@ setup(
             "coverage>=7.17",  # brings the .pth that measures processes which tests start
             "ruff>=0.17,<0.18",
             "setuptools>=77",  # a test builds the wheel
+            "mkdocs>=1.6,<2",
+            "mkdocs-material>=9.6",
+            "mkdocstrings[python]>=1.0",
             "mypy>=2.4,<2.5",
             "types-PyYAML>=6.0",
             "tensorboard>=2.20",
+            "wandb>=0.25",
+            "httpx>=0.28",
             "matplotlib>=3.9",
             "optuna>=4.0",
             "scipy>=1.13",

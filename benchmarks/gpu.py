@@ -15,7 +15,7 @@ With --minutes a measurement that would not be over in time is left for the next
 takes longer than expected is cut off; what it had written is kept. A warning that a kernel or a
 graph is not used stands beside every later figure, which is then one of the plain computation.
 
-At the end come the tables for docs/gpu.md; --table prints those of a file, on any machine.
+At the end come the tables for docs/performance.md; --table prints those of a file, on any machine.
 """
 
 from __future__ import annotations

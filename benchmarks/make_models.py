@@ -2,7 +2,7 @@
 
 Train the models that ship in d2f/models again, measure them on held-out problems and write their
 cards. Hours on a CPU; what is already trained in runs/ is kept, a killed run goes on. For a
-checkout of the repository: it writes to d2f/models and README.md there. To train one of them
+checkout of the repository: it writes to d2f/models and docs/models.md there. To train one of them
 elsewhere: d2f train --config NAME.
 """
 
@@ -111,14 +111,14 @@ def main(arguments: list[str] | None = None) -> None:
     given.add_argument("--problems", type=int, default=500, help="held-out problems a task")
     given.add_argument("--models", nargs="+", choices=NAMES, default=NAMES, metavar="NAME")
     options = given.parse_args(arguments)
-    readme = ROOT / "README.md"
+    page = ROOT / "docs" / "models.md"
     os.chdir(ROOT)
     try:
         for name in options.models:
             make(name, options.problems)
-        before, _, rest = readme.read_text(encoding="utf-8").partition(MARKS[0])
+        before, _, rest = page.read_text(encoding="utf-8").partition(MARKS[0])
         after = rest.partition(MARKS[1])[2]
-        write_beside(readme, f"{before}{MARKS[0]}\n{results_table()}\n{MARKS[1]}{after}")
+        write_beside(page, f"{before}{MARKS[0]}\n{results_table()}\n{MARKS[1]}{after}")
     except (InputError, subprocess.CalledProcessError) as error:
         sys.exit(f"error: {error}; what is trained in runs/ is kept, the same command goes on")
 
@@ -191,7 +191,7 @@ def measure(name: str, problems: int) -> list[dict[str, Any]]:
 
 
 def results_table() -> str:
-    """Make the README's table of the measurements that lie beside the shipped models."""
+    """Make the table of the measurements that lie beside the shipped models."""
     head = "model", "decoder", "task", "right of 500", "tokens a forward", "forwards a problem"
     rows = []
     for name in NAMES:

@@ -29,14 +29,14 @@ a test keeps the two equal. Every key can be given in the file or on the command
 unless the key is a truth value. An unknown key is an error.
 """
 _KINDS: tuple[tuple[str, str, type[Section]], ...] = (
-    ("Training", "`accelerate launch distill/train.py --config FILE`", TrainConfig),
+    ("Training", "`d2f train --config FILE`", TrainConfig),
     *(
         (f"Objective {name}", f"`objective: {{name: {name}, ...}}`", OBJECTIVES[name].section)
         for name in OBJECTIVES
     ),
-    ("Comparison", "`python -m decode.compare --config FILE`", CompareConfig),
+    ("Comparison", "`d2f compare --config FILE`", CompareConfig),
     ("Ablation", "`python -m benchmarks.ablation --config FILE`", Ablation),
-    ("Task file", "`--tasks FILE`; [evaluation.md](evaluation.md) shows one", TaskFile),
+    ("Task file", "`--tasks FILE`; [Evaluation](evaluation.md#a-task-file) shows one", TaskFile),
     *(
         (f"Judge {name}", f"`judge: {{name: {name}, ...}}` in a task file", judge)
         for name, judge in JUDGES.items()
@@ -159,7 +159,7 @@ def _default(schema: dict[str, Any]) -> str:
 
 def _decoders() -> Iterator[str]:
     yield (
-        "In a file for `python -m decode.pipeline --config`, in `evaluation.options`, in `options` "
+        "In a file for `d2f decode --config`, in `evaluation.options`, in `options` "
         "of a comparison's or an ablation's entries, or as flags with hyphens. `decoder` names one "
         f"of {', '.join(f'`{name}`' for name in DECODERS)}."
     )

@@ -2,7 +2,7 @@
 
 What models take and what to expect of them on a GPU, by arithmetic from shapes and data sheets:
 memory, requests that fit, and the least that a forward takes. Nothing is measured, no weights are
-read. GB are 1e9 bytes. The tables of docs/gpu.md are written from it by
+read. GB are 1e9 bytes. The tables of docs/performance.md are written from it by
 `python -m benchmarks.tables`.
 """
 

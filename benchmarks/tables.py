@@ -55,6 +55,52 @@ def fastest_of_vllm(speeds: Speeds) -> dict[str, Any]:
     return max(served, key=lambda row: row["throughput"])
 
 
+# The README's table: its rows, and the names by which a comparison has them.
+REAL = {
+    "self-drafting, the model's own tokens": ("self-drafting",),
+    "one token a forward, this toolkit": ("autoregressive",),
+    "llama.cpp, BF16": ("llama.cpp BF16",),
+    "llama.cpp, Q8_0 (other weights)": ("llama.cpp Q8_0",),
+    "vLLM, its fastest way": ("vLLM", "vLLM n-gram", "vLLM one process"),
+    "transformers": ("transformers",),
+}
+SMALL = {
+    "D2F": ("D2F",),
+    "one token a forward, this toolkit": ("autoregressive",),
+    "vLLM, its fastest way": ("vLLM", "vLLM streamed", "vLLM one process"),
+}
+
+
+def speeds() -> str:
+    """Make the README's table: a real language model first, then the bundled ones. The fastest at
+    each load is bold, whoever it is."""
+    levels = (1, 4, 16)
+    head = ("model and task", "decoded by", *(f"{n} at once" for n in levels), "right")
+    rows = []
+    for name, model, entries in (
+        ("real-smollm2", "SmolLM2-135M, bf16", REAL),
+        ("compare-tiny", "4M parameters, fp32", SMALL),
+    ):
+        report = load(name)
+        for task in report.workloads:
+            found = {
+                shown: [
+                    max(s[entry]["throughput"] for entry in names if entry in s)
+                    for s in (speeds_at(report, task, n) for n in levels)
+                ]
+                for shown, names in entries.items()
+            }
+            best = [max(column) for column in zip(*found.values(), strict=True)]
+            for shown, values in found.items():
+                pairs = zip(values, best, strict=True)
+                cells = [f"**{v:,.0f}**" if v == top else f"{v:,.0f}" for v, top in pairs]
+                count = right(report, entries[shown][0], task)
+                judged = name != "real-smollm2" and count is not None
+                cells.append(f"{count[0] / count[1]:.1%}" if judged and count else "")
+                rows.append((f"{model}: {task.removesuffix('-zero-shot')}", shown, *cells))
+    return "\n".join(markdown_table(head, rows))
+
+
 def frontier() -> str:
     """Say what D2F and verified WeDLM gain over vLLM's fastest way, a sentence a task."""
     found = [load("frontier-tiny"), load("frontier-code")]
@@ -153,13 +199,14 @@ def measured_on_gpus() -> str:
 
 
 BLOCKS: dict[str, tuple[str, Callable[[], str]]] = {
-    "frontier": ("README.md", frontier),
-    "comparison": ("README.md", comparison),
-    "results": ("README.md", results_table),
-    "quantisations": ("docs/low-precision.md", quantisations),
-    "weights and cache": ("docs/gpu.md", weights_table),
-    "decoding": ("docs/gpu.md", decoding_table),
-    "measured": ("docs/gpu.md", measured_on_gpus),
+    "speeds": ("README.md", speeds),
+    "frontier": ("docs/evaluation.md", frontier),
+    "comparison": ("docs/evaluation.md", comparison),
+    "results": ("docs/models.md", results_table),
+    "quantisations": ("docs/performance.md", quantisations),
+    "weights and cache": ("docs/performance.md", weights_table),
+    "decoding": ("docs/performance.md", decoding_table),
+    "measured": ("docs/performance.md", measured_on_gpus),
 }
 """The page of each block and what makes it. A block stands between two comments of its name."""
 

@@ -87,6 +87,7 @@ def load(
     threads: how many torch computes with on a CPU from here on; ``auto`` the processors that the
     process may use, None no more than torch is set to; either is one where other programs keep all
     of them busy (`d2f.device.parse_threads`).
+    mask_id, end_ids, block_size: what the checkpoint does not say, or says wrongly.
 
     Raises CheckpointError, naming what was expected and what came, for missing, unexpected or
     misshapen weights, a damaged file, or an adapter that does not belong to this base; InputError

@@ -89,7 +89,7 @@ class Options(ModelOptions, InputOptions, DecoderOptions, OutputOptions, WorkerO
     """Answer every row of a file or data set: a folder with one file of the input's kind, in its
     order, each row with its own fields and text, tokens, forwards and finish_reason.
 
-    The same command again goes on where it stopped. docs/batch.md says what a row may be and what
+    The same command again goes on where it stopped. docs/serving.md says what a row may be and what
     the folder holds.
 
     Exit status: 0 done; 2 bad input, found before any work, or no row could be answered; 130

@@ -78,13 +78,24 @@ class Display:
 
 
 class Plain(Display):
-    """Print a line a result, without control codes."""
+    """Print what was asked, the answer and its numbers, without control codes."""
 
     def __init__(self, console: Console):
         self.console = console
 
     def finish(self, job: Job, record: Record) -> None:
-        print(record.line, file=self.console.file, flush=True)
+        rows = {"question": record.question, "answer": record.shown, record.verdict: record.numbers}
+        name = one_line(str(record.id))
+        for label, text in rows.items():
+            if text is not None:
+                print(f"{name:<12} {label:<8}  {shortened(text)}", file=self.console.file)
+        self.console.file.flush()
+
+
+def shortened(text: str, most: int = 1000) -> str:
+    """Put text into one line without control characters; cut a long one."""
+    line = one_line(text[: most + 1])
+    return line if len(text) <= most else f"{line[:most]}…"
 
 
 class LiveDisplay(Display):

@@ -19,7 +19,7 @@ from pydantic import BaseModel, Field, StrictInt, StrictStr, ValidationError
 from d2f import __version__
 from d2f.command import say
 from d2f.config import Section, explain
-from d2f.errors import InputError, one_line
+from d2f.errors import InputError
 from d2f.tasks import Problem, Task
 from decode.cli import DecoderSettings, ModelOptions
 from decode.decoders import Decoder, qualified_name
@@ -127,11 +127,6 @@ class Record:
     def shown(self) -> str:
         """The response as text, or as ids for a model without a tokenizer."""
         return self.text if self.text is not None else " ".join(map(str, self.tokens))
-
-    @property
-    def line(self) -> str:
-        """All of it in one line, without control characters."""
-        return one_line(f"{self.id}  {self.verdict}  {self.numbers}  {self.shown}")
 
 
 # Problems of tasks.

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, nullcontext
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -17,9 +17,11 @@ from tyro.conf import arg
 
 from d2f import flags as command_line
 from d2f.command import command, say
+from d2f.contract import Contract
 from d2f.errors import InputError
 from d2f.files import write_beside
 from d2f.flags import Switch, check_least
+from d2f.models import resolve
 from d2f.quiet import quiet
 from decode.cli import (
     BatchOptions,
@@ -32,6 +34,7 @@ from decode.cli import (
     load,
     read_settings,
 )
+from decode.decoders import DECODERS, Decoder
 from decode.decoders.base import DEFAULT_MAX_NEW_TOKENS
 from decode.display import Display, LiveDisplay, Plain, is_live, standard_output
 from decode.jobs import (
@@ -117,8 +120,8 @@ class Options(ModelOptions, PromptOptions, TaskOptions, DecoderOptions, OutputOp
     """Decode prompts or held-out problems, and show the blocks live in a terminal.
 
     Prints whether an answer is right, visible tokens per second, forwards (calls of the model) and
-    tokens per forward. Exit status: 0 done; 1 NaN or infinite logits; 2 bad input, found before any
-    work; 130 interrupted.
+    tokens per forward. A bundled model decodes by default the tasks that it has mostly right. Exit
+    status: 0 done; 1 NaN or infinite logits; 2 bad input, found before any work; 130 interrupted.
     """
 
     examples = (
@@ -185,7 +188,8 @@ def run(options: Options, console: Console) -> None:
             ledger=ledger,
             displays=shown if trace is None else [trace, *shown],
         )
-    _report(options, console, model, decoded)
+    known = held_out(options.adapter or options.model, jobs[0].decoder, model.contract)
+    _report(options, console, model, decoded, known)
     if trace is not None and decoded.new:
         trace.write(run)
 
@@ -197,11 +201,42 @@ def read_sources(options: Options) -> list[Source]:
     if options.prompts_file is not None:
         return read_prompts(options.prompts_file)
     count = DEFAULT_PROBLEMS if options.problems is None else options.problems
+    if options.tasks is None and options.data is None:
+        options.tasks = ",".join(mostly_right(options.adapter or options.model)) or None
     return [
         source
         for task in options.chosen
         for source in task_sources(task, draw_problems(task, "heldout", count))
     ]
+
+
+# What was measured of the bundled models lies beside them.
+
+
+def measured(model: str) -> list[dict[str, Any]]:
+    """Read the held-out measurements of a bundled model, one for each decoder; else none."""
+    path = Path(resolve(model)) / "evaluation.json"
+    bundled = resolve(model) != model and path.is_file()
+    return json.loads(path.read_text(encoding="utf-8")) if bundled else []
+
+
+def mostly_right(model: str) -> list[str]:
+    """Name the tasks of which a bundled model has most problems right with some decoder."""
+    rows = [row for report in measured(model) for row in report["rows"]]
+    return list(dict.fromkeys(row["task"] for row in rows if row["accuracy"] > 0.5))
+
+
+def held_out(model: str, decoder: Decoder, contract: Contract) -> dict[str, str]:
+    """Say by task how much of it a bundled model has right with this decoder, where measured."""
+    found = {}
+    for report in measured(model):
+        kind = DECODERS[report["decoder"]]
+        settings = kind.with_model_defaults(report["settings"], contract)
+        if kind(**settings | {"max_new_tokens": decoder.max_new_tokens}) == decoder:
+            for row in report["rows"]:
+                share = f"{row['accuracy']:.1%} of {row['problems']} held-out problems right"
+                found[row["task"]] = f"  (measured: {share})"
+    return found
 
 
 class Trace(Display):
@@ -238,8 +273,15 @@ class Trace(Display):
         write_beside(self.path, json.dumps(content) + "\n")
 
 
-def _report(options: Options, console: Console, model: DiffusionModel, decoded: Decoded) -> None:
-    """Print the totals and what was counted; for a quiet single prompt its response instead."""
+def _report(
+    options: Options,
+    console: Console,
+    model: DiffusionModel,
+    decoded: Decoded,
+    known: Mapping[str, str],
+) -> None:
+    """Print the totals and what was counted; for a quiet single prompt its response instead.
+    known: what else is known of a task, behind its totals."""
     empty = [record for record in decoded.new if not record.tokens]
     longest = max((record.max_new_tokens for record in empty), default=0)
     if (notice := empty_notice(model, len(empty), longest)) is not None:
@@ -249,7 +291,7 @@ def _report(options: Options, console: Console, model: DiffusionModel, decoded: 
             line = json.dumps(asdict(record)) if options.json else record.shown
             print(line, file=console.file)
         return
-    for line in totals(decoded, batch_size=options.batch_size):
+    for line in totals(decoded, known, batch_size=options.batch_size):
         print(line, file=console.file)
     threads = f", {model.threads} threads" if model.device.type == "cpu" else ""
     print(
@@ -260,8 +302,9 @@ def _report(options: Options, console: Console, model: DiffusionModel, decoded: 
     )
 
 
-def totals(decoded: Decoded, *, batch_size: int) -> Iterator[str]:
-    """Yield a line for each task: right k of n, tokens/s, tokens/forward; and for a batch one."""
+def totals(decoded: Decoded, known: Mapping[str, str], *, batch_size: int) -> Iterator[str]:
+    """Yield a line for each task: right k of n, tokens/s, tokens/forward, what else is known; and
+    for a batch one."""
     groups: dict[str, list[Record]] = {}
     for record in decoded.records:
         groups.setdefault(record.task or "prompts", []).append(record)
@@ -274,7 +317,8 @@ def totals(decoded: Decoded, *, batch_size: int) -> Iterator[str]:
         what = f"right {sum(judged)} of {len(judged)}" if judged else f"{len(part)} decoded"
         # In a batch the seconds of requests overlap, so this is what each of them had.
         speed = f"{tokens / seconds:.1f} tokens/s{' a prompt' * (batch_size > 1)}"
-        yield f"{group:<10} {what:<16} {speed}  {tokens / forwards:.2f} tokens/forward"
+        rate = f"{tokens / forwards:.2f} tokens/forward"
+        yield f"{group:<10} {what:<16} {speed}  {rate}{known.get(group, '')}"
     if batch_size > 1 and decoded.new:
         tokens, seconds = sum(len(record.tokens) for record in decoded.new), decoded.seconds
         yield f"together: {tokens} tokens in {seconds:.2f} s, {tokens / seconds:.1f} tokens/s"

@@ -228,7 +228,7 @@ class Options(OneProcessModel, TaskOptions, SearchOptions, WorkerOptions):
     """Search the settings of a decoder on tuning problems, choose the fastest one that is accurate
     enough, measure it on held-out problems, and write it as YAML for `d2f decode --config`.
 
-    The same command again goes on where it stopped. docs/tuning.md says how it chooses. Exit
+    The same command again goes on where it stopped. docs/evaluation.md says how it chooses. Exit
     status: 0 done; 1 NaN or infinite logits; 2 bad input, found before any work; 130 interrupted.
     """
 

@@ -394,8 +394,8 @@ class Settings(Section):
     """Attention of training: auto measures on a GPU which is fastest, and is sdpa on a CPU."""
     threads: Threads | Literal["auto"] | None = None
     """Threads of a step on a CPU; auto chooses at the start by how busy the processors are
-    (docs/cpu.md), and the same run may then differ in the last digits. Default: torch's, no more
-    than the processors that the process may use."""
+    (docs/performance.md), and the same run may then differ in the last digits. Default: torch's, no
+    more than the processors that the process may use."""
     save_every: Positive = 200
     """Steps between checkpoints."""
     keep: Positive = 2

@@ -26,7 +26,7 @@ class Options:
     folder that the training of a diffusion model starts from: a mask token in its tokenizer and in
     its vocabulary, and the contract of the family. No weight that it has changes. It is not a
     diffusion model yet: the contract's objective stays `next_token` until
-    `objective: masked_diffusion` has trained it (docs/from-autoregressive.md).
+    `objective: masked_diffusion` has trained it (docs/training.md).
 
         --family   starts from           row p predicts      for the objectives
         dream      qwen2, llama          position p + 1      masked_diffusion, then d2f

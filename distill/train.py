@@ -19,6 +19,7 @@ from d2f.device import rank
 from d2f.files import locked
 from d2f.flags import Switch, Verbose, parse_known
 from d2f.quiet import quiet
+from decode.cli import require_extra
 
 if TYPE_CHECKING:
     from distill.config import TrainConfig
@@ -69,6 +70,8 @@ def parse(arguments: list[str] | None = None) -> tuple[TrainConfig, Options]:
     path = shipped(*TRAINING)[DEFAULT_CONFIG] if given is None else given
     with quiet(options.verbose):  # the objective's file imports torch
         config = read_config(path, overrides, to_run=True)
+    if config.tracker != "none":  # accelerate leaves a tracker that is not installed out in silence
+        require_extra("track", f"tracker: {config.tracker}", config.tracker)
     if given is None and rank() == 0:
         print(
             f"notice: no --config: {DEFAULT_CONFIG}, which distils the bundled teacher "

@@ -27,18 +27,22 @@ def run(command: str, folder: Path, smaller: dict[str, str] | None = None) -> st
         module, words = COMMANDS[words[1]][0], words[2:]
     elif words[:2] == ["python", "-m"]:
         module, words = words[2], words[3:]
-    elif words[:2] == ["accelerate", "launch"]:
-        module, words = "distill.train", words[2 + (words[2] == "-m") + 1 :]
     else:
         raise AssertionError(f"a document has a command that no test knows: {command}")
     words = [str(ROOT / word) if word.startswith("configs/") else word for word in words]
-    printed = io.StringIO()
     AcceleratorState._reset_state(reset_partial_state=True)  # of another test's training
-    with (
-        contextlib.chdir(folder),
-        contextlib.redirect_stdout(printed),
-        mock.patch("sys.argv", [module, *words]),
-    ):
-        assert not import_module(module).main(), printed.getvalue()
+    with contextlib.chdir(folder):
+        out = printed([module, *words])
     AcceleratorState._reset_state(reset_partial_state=True)
-    return printed.getvalue()
+    return out
+
+
+def printed(words: list[str]) -> str:
+    """Run a module's main with these arguments; return what it printed on standard output."""
+    out = io.StringIO()
+    with contextlib.redirect_stdout(out), mock.patch("sys.argv", words):
+        try:
+            assert not import_module(words[0]).main(), out.getvalue()
+        except SystemExit as end:  # after --help
+            assert not end.code
+    return out.getvalue()

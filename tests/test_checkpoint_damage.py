@@ -145,7 +145,7 @@ def test_a_pickle_is_never_read(copy, tmp_path, way):
         fingerprint(str(folder))
     entry = Transformers(name="hf", kind="transformers", model=str(folder), device="cpu")
     with pytest.raises(InputError, match=r"pytorch_model\.bin"):
-        TransformersRunner(entry, [])
+        TransformersRunner(entry)
     assert not (tmp_path / "ran").exists()
 
 

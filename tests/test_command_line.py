@@ -52,12 +52,6 @@ def test_version_and_help_list_the_commands(capsys):
     assert all(said.count(f"\n  {name} ") == 2 for name in COMMANDS)
 
 
-def test_the_readme_names_every_command():
-    readme = (ROOT / "README.md").read_text(encoding="utf-8")
-    (listed,) = re.findall(r"The command is `d2f`, followed by(.*?)\(", readme, flags=re.DOTALL)
-    assert re.findall(r"`([\w-]+)`", listed) == list(COMMANDS)
-
-
 def test_every_help_begins_with_examples_and_comes_without_torch():
     code = f"""
 import sys

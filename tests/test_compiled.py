@@ -21,7 +21,8 @@ from d2f.compile import CompiledRows, joined
 from d2f.errors import CompileError
 from d2f.tasks import make_problems
 from decode.compare.config import Item, Ours, Workload
-from decode.compare.local import OursRunner
+from decode.compare.local import OursRunner, Prepared
+from decode.engine.prompts import encode
 from decode.pipeline import main
 
 DECODERS = {
@@ -96,8 +97,10 @@ def test_the_pipeline_and_the_comparison_give_the_answers_of_the_plain_model(tmp
 
     items = [Item(str(i), prompt) for i, prompt in enumerate(prompts)]
     entry = Ours(kind="ours", name="D2F", model="tiny-d2f", compile=True)
-    runner = OursRunner(entry, [Workload("story", items, 3, 1, 40, ())])
-    text = [answer.text for answer in runner.run("story", 3, 2).answers]
+    runner = OursRunner(entry)
+    asked = [encode(runner.model, prompt, "a problem") for prompt in prompts]
+    prepared = Prepared(Workload("story", items, 3, 1, 40, ()), asked, decoder)
+    text = [answer.text for answer in runner.run(prepared, 2).answers]
     assert text == [record["text"] for record in records]
     assert runner.facts["compiled"] is True
 

@@ -24,7 +24,7 @@ def test_a_device_that_is_not_there_is_named_before_anything_is_read(name):
         d2f.load("no such model", device=name)
     entry = Transformers(name="hf", kind="transformers", model="no such model", device="cuda:99")
     with pytest.raises(InputError, match="device cuda:99: no such device here"):
-        TransformersRunner(entry, [])
+        TransformersRunner(entry)
 
 
 def test_devices_that_are_there():

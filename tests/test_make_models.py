@@ -140,9 +140,10 @@ def test_the_snippet_of_a_card_runs(capsys):
 
 @pytest.fixture
 def checkout(monkeypatch, elsewhere):
-    """A checkout's README and a run; nothing is trained, and measuring writes a report."""
-    readme = elsewhere / "README.md"
-    readme.write_text("before\n<!-- results -->\nold\n<!-- /results -->\nafter\n")
+    """A checkout's page and a run; nothing is trained, and measuring writes a report."""
+    page = elsewhere / "docs" / "models.md"
+    page.parent.mkdir()
+    page.write_text("before\n<!-- results -->\nold\n<!-- /results -->\nafter\n")
     monkeypatch.setattr(make_models, "ROOT", elsewhere)
     monkeypatch.setattr(make_models, "train", lambda name: None)
     monkeypatch.setattr(make_models, "card", lambda name, reports: f"card of {name}")
@@ -179,10 +180,10 @@ def test_the_command_writes_measurements_curve_card_and_table(checkout, monkeypa
     assert told == [("d2f, tau_conf 0.9", []), ("d2f, tau_conf 0.995", ["--tau-conf", "0.995"])]
     points = json.loads((made / "curve.json").read_text())
     assert len(points) == 200 and points[-1] == {"step": 10_000, "loss": 0.001}
-    readme = (checkout / "README.md").read_text()
-    assert readme.startswith("before\n<!-- results -->\n| model |")
-    assert readme.endswith("| 2.00 | 3.0 |\n<!-- /results -->\nafter\n") and "old" not in readme
-    assert readme.index("| `tiny-ar` | autoregressive |") < readme.index("| `tiny-d2f` | d2f")
+    page = (checkout / "docs" / "models.md").read_text()
+    assert page.startswith("before\n<!-- results -->\n| model |")
+    assert page.endswith("| 2.00 | 3.0 |\n<!-- /results -->\nafter\n") and "old" not in page
+    assert page.index("| `tiny-ar` | autoregressive |") < page.index("| `tiny-d2f` | d2f")
 
     def fail(name):
         raise subprocess.CalledProcessError(3, ["train", "it"])
@@ -191,4 +192,4 @@ def test_the_command_writes_measurements_curve_card_and_table(checkout, monkeypa
     message = r"error: .*'it'.* exit status 3.*; what is trained in runs/ is kept"
     with pytest.raises(SystemExit, match=message):
         make_models.main(["--models", "tiny-ar"])
-    assert (checkout / "README.md").read_text() == readme
+    assert (checkout / "docs" / "models.md").read_text() == page

@@ -370,7 +370,7 @@ def test_a_diffusion_model_and_wrong_weights_are_refused():
 
 
 def test_from_prompts_to_a_resumed_training_to_decoding(tmp_path):
-    """The commands of docs/self-drafting.md, and a training that was stopped in between."""
+    """The three commands that train an adapter, and a training that was stopped in between."""
     from d2f.tasks import make_problems
     from decode.batch import main as batch
     from distill.config import read_config

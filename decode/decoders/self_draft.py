@@ -182,9 +182,11 @@ class SelfDraftSession(AutoregressiveSession):
             for i in range(drafts + 1)
             for k in range(1, min(self.depth, left - 1 - i) + 1)
         ]
-        worth = sorted(one for one in worth if -one[0] >= PAYS / self.share)
+        scarce = self.share < rows  # else all are nearly free
+        worth = sorted(one for one in worth if not scarce or -one[0] >= PAYS / self.share)
         chosen = worth[: rows - 1]
-        if -sum(minus for minus, k, _ in chosen if k) < PAYS_TOGETHER / self.share:
+        together = -sum(minus for minus, k, _ in chosen if k)
+        if scarce and together < PAYS_TOGETHER / self.share:
             chosen = [one for one in worth if not one[1]][: rows - 1]
         groups = [0] * (1 + sum(k == 0 for _, k, _ in chosen))
         for _, k, i in chosen:

@@ -25,11 +25,24 @@ def test_plain_output(student, capsys):
     out = capsys.readouterr().out
     lines = out.splitlines()
     assert out.replace("\n", "").isprintable()
-    assert [line.split("  ")[0] for line in lines[:3]] == ["story-1", "countdown-1", "sudoku-1"]
-    assert all("tokens/s" in line and "tokens/forward" in line for line in lines[:6])
-    assert lines[3].startswith("story      right 0 of 1")
-    assert lines[6].startswith("counted: visible tokens, up to the end token")
-    assert "batch 1" in lines[6] and "float32, cpu, 1 threads" in lines[6]
+    assert [line.split()[:2] for line in lines[:9:3]] == [
+        [f"{task}-1", "question"] for task in DEFAULT_TASKS
+    ]
+    assert make_problems("story", "heldout", 1)[0].question in lines[0]
+    assert all("tokens/s" in line and "tokens/forward" in line for line in lines[2:9:3])
+    assert lines[9].startswith("story      right 0 of 1") and "measured" not in lines[9]
+    assert lines[12].startswith("counted: visible tokens, up to the end token")
+    assert "batch 1" in lines[12] and "float32, cpu, 1 threads" in lines[12]
+
+
+def test_a_bundled_model_shows_what_it_does_well(capsys):
+    """It has a fifth of countdown right; what its card measured stands beside."""
+    assert main(["--model", "tiny-d2f", "--problems", "1"]) == 0
+    out = capsys.readouterr().out
+    assert "countdown" not in out
+    assert "(measured: 93.2% of 500 held-out problems right)" in out
+    assert main(["--model", "tiny-d2f", "--problems", "1", "--tau-conf", "0.8", "--quiet"]) == 0
+    assert "measured" not in capsys.readouterr().out, "not with this decoder"
 
 
 def test_quiet(student, causal, capsys):

@@ -109,7 +109,7 @@ def test_it_is_compared(task):
     prepared = prepare_entries(config, [workload])["D2F"]["mine"]
     prepared = pickle.loads(pickle.dumps(prepared))  # entries run in processes of their own
     run = OursRunner(config.entries[0]).run(prepared.first(2), 2)
-    found = judge(run, workload, tokenizer_of("tiny-d2f"), entry="D2F", concurrency=2, repetition=0)
+    found = judge(run, workload, tokenizer_of("tiny-d2f"), entry="D2F", concurrency=2, number=0)
     assert any(answer.right for answer in found.answers)
     with pytest.raises(InputError, match="mine: problems 400: count must be at most"):
         make_workloads(compared(task, accuracy_problems=400))
