@@ -1,14 +1,20 @@
-"""Put models behind OpenAI's routes: `create_app`."""
+"""Put models behind OpenAI's routes, `create_app`, and serve them, `run_server`."""
 
 from __future__ import annotations
 
 import asyncio
+import gc
+import socket
+import sys
+import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from functools import partial
 from pathlib import Path
+from types import FrameType
 from typing import Any, Literal, TypeVar
 
+import uvicorn
 from fastapi import APIRouter, FastAPI, Request
 from fastapi.responses import FileResponse, JSONResponse, Response
 from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
@@ -18,10 +24,10 @@ from starlette.requests import ClientDisconnect
 from starlette.staticfiles import StaticFiles
 
 import d2f
-from d2f.errors import InputError
+from d2f.command import say
 from d2f.tasks import DEFAULT_TASKS, make_problems
 from decode.decoders.base import options_of
-from decode.server.answers import ChatAnswers, CompletionAnswers
+from decode.server.answers import Answers, StreamedAnswer
 from decode.server.generation import (
     Generation,
     choose_decoder,
@@ -29,23 +35,29 @@ from decode.server.generation import (
     likelihood_of,
     make_jobs,
 )
-from decode.server.middleware import ID_HEADER, Record, RequestFrame
+from decode.server.middleware import ID_HEADER, LOGGER, Record, RequestFrame
 from decode.server.models import Kind, ServedModel
 from decode.server.options import Options
 from decode.server.protocol import (
+    AnyRequest,
     ApiError,
     ChatRequest,
     CompletionRequest,
     Fields,
     Ids,
     Messages,
+    blaming,
     read_fields,
 )
-from decode.server.state import Metrics, ServerState, state_of
-from decode.server.stream import StreamedAnswer
+from decode.server.state import ServerState, state_of
 
 PAGE = Path(__file__).with_name("page")
 EXAMPLES = 5  # problems a task
+# The engine's thread gives its turn away with each operation of torch, and would wait for the event
+# loop's 5 ms each time.
+SWITCH_SECONDS = 0.0005
+SECONDS_TO_CLOSE = 5  # for the last answers to be read
+MOST_FILES = 1 << 20
 
 router = APIRouter()
 Found = TypeVar("Found")
@@ -55,29 +67,21 @@ Asked = TypeVar("Asked", bound=Fields)
 @router.post("/v1/completions")
 async def completions(request: Request) -> Response:
     """Continue text or ids, which are taken as they are, without a chat template."""
-    asked = await _read(CompletionRequest, request)
-    generation = await _prepare(request, asked, "prompt")
-    return await _answer(request, generation, CompletionAnswers(generation, asked))
+    return await _answer(request, await _read(CompletionRequest, request), "prompt")
 
 
 @router.post("/v1/chat/completions")
 async def chat_completions(request: Request) -> Response:
     """Answer messages, through the model's chat template."""
-    asked = await _read(ChatRequest, request)
-    generation = await _prepare(request, asked, "messages")
-    return await _answer(request, generation, ChatAnswers(generation, asked))
+    return await _answer(request, await _read(ChatRequest, request), "messages")
 
 
 async def _read(kind: type[Asked], request: Request) -> Asked:
-    """Read and check the fields of a request. Raises ApiError: 415 for another type than JSON or a
-    packed body, 413 for a large one (not read to its end), 408 for a slow one, 400 as
-    `read_fields`."""
+    """Read and check the fields of a request. Raises ApiError: 415 for another type than JSON,
+    413 for a large body (not read to its end), 408 for a slow one, 400 as `read_fields`."""
     content_type = request.headers.get("content-type", "").partition(";")[0].strip().lower()
     if content_type != "application/json":  # which a form of another site's page cannot send
         raise ApiError(415, f"expected Content-Type application/json, got {content_type or 'none'}")
-    coding = request.headers.get("content-encoding", "identity").strip().lower()
-    if coding != "identity":  # the limit would not bound what it unpacks to
-        raise ApiError(415, f"expected no Content-Encoding, got {coding}")
     state = state_of(request)
     most, seconds = state.most_body, state.options.body_timeout
     too_large = ApiError(413, f"the body has more than {most} bytes (the server's --max-body)")
@@ -92,20 +96,18 @@ async def _read(kind: type[Asked], request: Request) -> Asked:
                     raise too_large
     except TimeoutError as error:
         raise ApiError(408, f"the body did not come within {seconds:g} seconds") from error
-    return read_fields(kind, bytes(body), state.most_elements)
+    return read_fields(kind, bytes(body))
 
 
-async def _prepare(
-    request: Request, asked: CompletionRequest | ChatRequest, field: str
-) -> Generation:
-    """Check everything, and encode the prompts. field: the one that they came in."""
-    state = state_of(request)
+async def _prepare(request: Request, asked: AnyRequest, field: str) -> Generation:
+    """Check everything, and encode the prompts."""
     record: Record = request.scope["d2f.record"]
-    options, prompts = state.options, asked.prompts
+    state, prompts = state_of(request), asked.prompts
+    options = state.options
     if options.log_prompts:
         record.prompts = prompts
     served = state.find(asked.model)
-    kind = likelihood_of(served) if asked.scored else None
+    scorer = likelihood_of(served) if asked.scored else None
     choices = len(prompts) * asked.n
     most = min(options.max_choices, options.max_batch + options.max_waiting)
     if choices > most:
@@ -115,31 +117,31 @@ async def _prepare(
             param="n" if asked.n > 1 else field,
         )
     decoder = choose_decoder(served, asked)
-    if asked.max_tokens == 0 and kind is not None:
-        decoder, kind = kind, None  # there is nothing else to decode
+    if asked.max_tokens == 0 and scorer is not None:
+        decoder, scorer = scorer, None  # there is nothing else to decode
     fixed = asked.max_tokens is not None
     make = partial(make_jobs, served, prompts, decoder, field, fixed=fixed)
     jobs = await beside(request, served, make)
     ids = [ids for ids, _ in jobs]
-    generation = record.generation = Generation(
+    record.generation = Generation(
         record.id,
         served,
         asked,
         decoder,
         jobs,
-        scored=() if kind is None else make_jobs(served, ids, kind, field, fixed=True),
+        scored=() if scorer is None else make_jobs(served, ids, scorer, field, fixed=True),
         began=record.began,
-        seconds=options.request_timeout,
+        limit=options.request_timeout,
     )
-    return generation
+    return record.generation
 
 
-async def _answer(
-    request: Request, generation: Generation, answers: ChatAnswers | CompletionAnswers
-) -> Response:
-    """Queue it, and wait for its answers, or stream them."""
-    if answers.request.stream:
-        response = StreamedAnswer(generation, answers, state_of(request).options)
+async def _answer(request: Request, asked: AnyRequest, field: str) -> Response:
+    """Queue it, and wait for its answers, or stream them. field: the one of the prompts."""
+    generation = await _prepare(request, asked, field)
+    answers = Answers(generation, asked)
+    if asked.stream:
+        response = StreamedAnswer(answers, state_of(request).options)
         generation.start(response.take)
         return response
     generation.start()
@@ -149,17 +151,9 @@ async def _answer(
 
 async def beside(request: Request, served: ServedModel, work: Callable[[], Found]) -> Found:
     """Do a model's work of preparation beside the event loop, one at a time; the turn of a client
-    that has left is skipped, but one that has begun comes to its end before the next begins."""
-
-    async def in_turn() -> Found:
-        async with served.preparing:
-            thread = asyncio.ensure_future(asyncio.to_thread(work))
-            try:
-                return await asyncio.shield(thread)
-            finally:
-                await asyncio.wait({thread})
-
-    return await unless_gone(request, in_turn())
+    that has left is skipped."""
+    loop = asyncio.get_running_loop()
+    return await unless_gone(request, loop.run_in_executor(served.preparing, work))
 
 
 async def unless_gone(request: Request, work: Awaitable[Found]) -> Found:
@@ -273,20 +267,17 @@ async def tokenize(request: Request) -> dict[str, Any]:
 
 
 def _ids(served: ServedModel, asked: _Tokenize) -> list[int]:
-    field = "prompt" if asked.messages is None else "messages"
+    field, chat = ("prompt", False) if asked.messages is None else ("messages", True)
     prompt: Any = asked.prompt or [message.plain() for message in asked.messages or []]
-    try:
+    with blaming(field):
         ids = encode_prompt(served, prompt, field)
-    except InputError as error:
-        raise ApiError(400, str(error), param=field) from error
-    wanted = asked.add_special_tokens
-    if wanted is None or wanted == (asked.messages is None):
+    special = asked.add_special_tokens
+    if special is None or special != chat:
         return ids
     tokenizer = _tokenizer(served)
-    text = prompt
-    if asked.messages is not None:
-        text = tokenizer.apply_chat_template(prompt, tokenize=False, add_generation_prompt=True)
-    return list(tokenizer(text, add_special_tokens=wanted)["input_ids"])
+    if chat:
+        prompt = tokenizer.apply_chat_template(prompt, tokenize=False, add_generation_prompt=True)
+    return list(tokenizer(prompt, add_special_tokens=special)["input_ids"])
 
 
 @router.post("/detokenize")
@@ -373,9 +364,7 @@ def create_app(models: Sequence[ServedModel], options: Options | None = None) ->
         yield
         await state.cancel()
 
-    by_name = {served.name: served for served in models}
-    options = options or Options()
-    state = ServerState(by_name, options, Metrics(by_name))
+    state = ServerState({served.name: served for served in models}, options or Options())
     # No pages of documentation: they load scripts from elsewhere.
     app = FastAPI(title="d2f-toolkit", docs_url=None, redoc_url=None, lifespan=lifespan)
     app.state.server = state
@@ -383,10 +372,10 @@ def create_app(models: Sequence[ServedModel], options: Options | None = None) ->
     app.mount("/page", StaticFiles(directory=PAGE), name="page")
     app.add_exception_handler(HTTPException, _http_error)
     app.add_middleware(RequestFrame, state=state)
-    if options.cors_origin:  # around the frame: what a browser asks first bears no key
+    if state.options.cors_origin:  # around the frame: what a browser asks first bears no key
         app.add_middleware(
             CORSMiddleware,
-            allow_origins=options.cors_origin,
+            allow_origins=state.options.cors_origin,
             allow_methods=["GET", "POST"],
             allow_headers=["authorization", "content-type", ID_HEADER],
             expose_headers=[ID_HEADER],
@@ -403,3 +392,70 @@ async def _http_error(request: Request, error: Exception) -> Response:
     answer = ApiError(error.status_code, said).response()
     answer.headers.update(error.headers or {})
     return answer
+
+
+# Serving.
+
+
+class Server(uvicorn.Server):
+    """Say when it serves, and drain. The first signal refuses new requests and lets those that run
+    finish within `drain_seconds`; then, or at the second signal, they are cancelled. A third one
+    waits for nothing."""
+
+    def __init__(self, config: uvicorn.Config, state: ServerState):
+        super().__init__(config)
+        self._state = state
+        self._signals = 0
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        await super().startup(sockets)
+        for one in sockets or []:
+            say(f"serving on {url_of(*one.getsockname()[:2])}")
+
+    def handle_exit(self, sig: int, frame: FrameType | None) -> None:
+        # uvicorn's own would raise the signal again at the end: this is a normal exit.
+        self._signals += 1
+        self.should_exit = True
+        self.force_exit = self._signals > 2
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        state, seconds = self._state, self._state.options.drain_seconds
+        state.draining = True  # still listening: new requests are told so
+        LOGGER.info("stopping: requests that run have %g s to finish", seconds)
+        end = time.monotonic() + seconds
+        while state.in_flight and time.monotonic() < end and self._signals < 2:
+            await asyncio.sleep(0.02)
+        if state.in_flight:
+            LOGGER.info("cancelling %d requests", state.in_flight)
+            await state.cancel()  # their streams end with an error
+        await super().shutdown(sockets)
+
+
+def url_of(host: str, port: int) -> str:
+    """Write an address as a browser takes it."""
+    return f"http://{f'[{host}]' if ':' in host else host}:{port}"
+
+
+def run_server(app: FastAPI, listener: socket.socket) -> None:
+    """Serve until a signal ends it."""
+    with suppress(ImportError):  # Windows has no such limit
+        import resource
+
+        # A connection is an open file, and the usual limit is 1024; -1 is infinity.
+        _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+        most = hard if 0 <= hard < MOST_FILES else MOST_FILES
+        resource.setrlimit(resource.RLIMIT_NOFILE, (most, hard))
+    sys.setswitchinterval(SWITCH_SECONDS)
+    gc.freeze()  # models stay: a request that makes many objects has the collector pass them by
+    config = uvicorn.Config(
+        app,
+        log_config=None,
+        access_log=False,
+        loop="asyncio",
+        server_header=False,
+        timeout_graceful_shutdown=SECONDS_TO_CLOSE,
+    )
+    try:
+        Server(config, app.state.server).run(sockets=[listener])
+    finally:
+        gc.unfreeze()  # libraries print what is still there at the process's end

@@ -114,9 +114,11 @@ class ServerState:
 
     models: Mapping[str, ServedModel]  # by the names that they are served under
     options: Options
-    metrics: Metrics
     in_flight: int = 0  # requests that are not answered to their end
     draining: bool = False  # new ones are refused: the server is about to end
+
+    def __post_init__(self) -> None:
+        self.metrics = Metrics(self.models)
 
     def find(self, name: str | None) -> ServedModel:
         """Find the model served under a name; the first one for None. Raises ApiError (404)."""
@@ -139,17 +141,8 @@ class ServerState:
     @property
     def most_body(self) -> int:
         """Limit the bytes of a request."""
-        return self.options.max_body or max(MEGABYTE, BYTES_A_POSITION * self._longest_context)
-
-    @property
-    def most_elements(self) -> int:
-        """Limit the elements of a list in a request: ids, messages, prompts (one more prompt than
-        there may be has an error of its own)."""
-        return max(self._longest_context, self.options.max_choices + 1)
-
-    @property
-    def _longest_context(self) -> int:
-        return max(served.context_length for served in self.models.values())
+        longest = max(served.context_length for served in self.models.values())
+        return self.options.max_body or max(MEGABYTE, BYTES_A_POSITION * longest)
 
     async def cancel(self) -> None:
         """End what runs with an error, and take no more."""

@@ -119,17 +119,6 @@ def test_stop_strings_end_the_text_and_are_not_in_it(served, tiny_d2f):
         assert pieces(served.chunks(body)) == choice["text"]
 
 
-def test_ignore_eos_decodes_to_the_length(served):
-    body = {"model": "tiny-d2f", "prompt": RAW, "max_tokens": 24}
-    ended, whole = served.ask(body), served.ask({**body, "ignore_eos": True})
-    assert ended["choices"][0]["finish_reason"] == "stop"
-    assert ended["usage"]["completion_tokens"] < 24
-    assert whole["choices"][0]["finish_reason"] == "length"
-    assert whole["usage"]["completion_tokens"] == 24
-    chunks = served.chunks({**body, "ignore_eos": True})
-    assert pieces(chunks) == whole["choices"][0]["text"]
-
-
 def test_usage_comes_when_it_is_asked_for(served):
     def usages(**options):
         more = {"stream_options": options} if options else {}

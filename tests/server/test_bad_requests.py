@@ -3,7 +3,6 @@ on serving."""
 
 from __future__ import annotations
 
-import gzip
 import json
 
 import pytest
@@ -45,7 +44,8 @@ FIELDS = [
     ("tau_conf", 1.5, "tau_conf must lie in [0, 1], got 1.5", 400),
     ("tau", 0.5, "there is no field tau, and no such option of the decoder d2f", 400),
     ("tau_cnf", 0.5, "did you mean tau_conf?", 400),
-    ("prompt", [5] * 513, "prompt: expected at most 512 elements, as many as the context", 400),
+    ("prompt", "a " * 50_000, "50001 tokens and the response 4: the context of tiny-d2f is", 400),
+    ("prompt", ["a", [5, *["a"] * 3000]], "prompt.1.1: expected", 400),
     ("max_new_tokens", 5, "there is no field max_new_tokens", 400),
     ("tools", [{"type": "function"}], "tools is not supported", 400),
     ("logprobs", 2, "logprobs: expected at most 1, got 2", 400),
@@ -94,6 +94,7 @@ BODIES = [
     (b'{"temperature": NaN}', "not JSON"),
     (b"9" * 100_000, "not JSON"),
     (b"\xff\xfe{}", "not JSON"),
+    (json.dumps({f"x{i}": 1 for i in range(3000)}).encode(), "expected at most 200 fields"),
     *[(b'{"a":' * deep + b"1" + b"}" * deep, "") for deep in DEEP],
     *[(b'{"prompt":' + b"[" * deep + b"]" * deep + b"}", "") for deep in DEEP],
 ]  # fmt: skip
@@ -113,12 +114,6 @@ def test_a_body_of_another_type_is_refused(served):
             "/v1/completions", content=json.dumps(TEXT), headers={"content-type": kind}
         )
         assert "application/json" in refused(response, 415)
-    packed = served.client.post(
-        "/v1/completions",
-        content=gzip.compress(json.dumps(TEXT).encode()),
-        headers={**JSON, "content-encoding": "gzip"},
-    )
-    assert "expected no Content-Encoding, got gzip" in refused(packed, 415)
 
 
 def test_a_neutral_value_of_what_is_not_supported_is_taken(served):
@@ -129,15 +124,6 @@ def test_a_neutral_value_of_what_is_not_supported_is_taken(served):
         "user": "me", "seed": 3, "safety_identifier": "me", "prompt_cache_key": "mine",
     }  # fmt: skip
     assert served.ask({**TEXT, **neutral})["choices"] == served.ask(TEXT)["choices"]
-
-
-def test_a_system_message_changes_no_answer_of_a_bundled_model(served):
-    told = [{"role": "system", "content": "You are a helpful assistant."}, *CHAT["messages"]]
-    plain, with_system = (
-        served.ask({**CHAT, "messages": messages}, "/v1/chat/completions")["choices"]
-        for messages in (CHAT["messages"], told)
-    )
-    assert plain == with_system
 
 
 def test_an_answer_of_another_server_may_be_sent_back(served):
@@ -158,12 +144,8 @@ def test_paths_and_methods_that_are_none(served):
     refused(served.client.get("/v1/completions"), 405)
     refused(served.client.delete("/v1/models"), 405)
     assert "no such model: got 'a/b'" in refused(served.client.get("/v1/models/a/b"), 404, "model")
-
-
-def test_monitors_may_ask_for_the_head_alone(served):
-    for path in ("/", "/health", "/ready"):
-        response = served.client.head(path)
-        assert (response.status_code, response.content) == (200, b""), path
+    for path in ("/", "/health", "/ready"):  # as monitors ask
+        assert served.client.head(path).status_code == 200
 
 
 def test_a_template_that_is_broken_or_wants_out_of_its_sandbox_is_refused():
@@ -222,7 +204,7 @@ values = st.recursive(
 names = st.sampled_from(sorted({row[0] for row in FIELDS} | {"messages", "echo", "logprobs"}))
 
 
-@settings(max_examples=150)
+@settings(max_examples=40)
 @given(fields=st.dictionaries(names | st.text(max_size=6), values, max_size=4), chat=st.booleans())
 def test_whatever_comes_is_answered_or_refused(served, fields, chat):
     """Never a 500."""
@@ -233,27 +215,3 @@ def test_whatever_comes_is_answered_or_refused(served, fields, chat):
     assert response.status_code in (200, 400, 404), response.text
     if response.status_code != 200:
         assert set(response.json()["error"]) == {"message", "type", "param", "code"}
-
-
-MANY = 3000
-
-
-@pytest.mark.parametrize(
-    ("path", "more"),
-    [
-        ("/v1/completions", {"prompt": [1.5] * MANY}),
-        ("/v1/completions", {"prompt": ["a", [5, *["a"] * MANY]]}),
-        ("/v1/completions", {"prompt": "a", "stream_options": {f"x{i}": 1 for i in range(MANY)}}),
-        ("/v1/chat/completions", {"messages": ["a"] * MANY}),
-        ("/v1/chat/completions", {"messages": [{"role": "user", "content": ["a"] * MANY}]}),
-        ("/detokenize", {"tokens": [5] * MANY}),
-        ("/tokenize", {f"x{i}": 1 for i in range(MANY)}),
-    ],
-)
-def test_of_thousands_of_elements_or_faults_one_is_looked_at(served, path, more):
-    """All of those in a body of megabytes would hold up everyone's requests for minutes."""
-    response = served.post(path, {"model": "tiny-d2f", **more})
-    assert response.status_code == 400
-    message = response.json()["error"]["message"]
-    assert "expected at most" in message or "prompt.1.1: expected" in message
-    assert " more" not in message
