@@ -69,6 +69,7 @@ setup(
         "einops>=0.8",
         "asteval>=1.0",  # interprets the functions of the task coding
         "jinja2>=3.1",  # chat templates
+        "regex",  # patterns of task files, with a time limit
         "pydantic>=2.10",
         "pyyaml>=6.0",
         "rich>=13.7",

@@ -29,9 +29,8 @@ from d2f.checkpoint import (
 from d2f.contract import Contract
 from d2f.errors import CheckpointError, UnverifiedBaseWarning, did_you_mean
 from d2f.families import FAMILIES, Family, check_ids
-from d2f.gate import Gate
 from d2f.models import resolve
-from d2f.parts import ModelParts
+from d2f.parts import Gate, ModelParts
 from d2f.quiet import quiet
 
 _PREFIX = "base_model.model."  # PEFT's wrappers, which its files put before every weight's name
@@ -244,7 +243,8 @@ def check_base(adapter: Path, named: str | None, base_hash: str | None, path: st
     # Two different hub names are an error, but for another owner's copy, which may have the same
     # weights. A folder's name proves little: an equal one is accepted, another one is a warning.
     certain = base_name(path) is not None and _HUB_NAME.fullmatch(named) is not None
-    alike = bool(named) and _last(named) == _last(here)
+    # As the hub compares names, without owner or folder.
+    alike = bool(named) and Path(named).name.lower() == Path(here).name.lower()
     if certain and not alike:
         raise CheckpointError(
             f"{differs}, this base is {here}; where they are the same weights, give the base as a "
@@ -268,8 +268,3 @@ def _hash_of(named: str) -> str | None:
         return fingerprint(place) if named and Path(place).is_dir() else None
     except (CheckpointError, OSError):  # it holds something else
         return None
-
-
-def _last(name: str) -> str:
-    """Return a model's name without owner or folder, as the hub compares names."""
-    return name.rstrip("/").rsplit("/", 1)[-1].lower()

@@ -14,16 +14,18 @@ import copy
 import itertools
 import threading
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from transformers import PreTrainedModel
 
 from d2f.attention import SpanPlan
 from d2f.cache import SlotCache
 from d2f.errors import CompileError
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
 
 
 class CompiledRows:

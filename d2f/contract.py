@@ -18,7 +18,7 @@ PromptRule = Literal["bidirectional", "block", "block_causal", "causal"]
 Trained = Literal[
     "d2f", "masked_diffusion", "next_token", "self_draft", "wedlm", "wino_plus"
 ]  # fmt: skip
-DRAFT = -1  # the id of a row without a token, which a self-drafting adapter changes (`d2f.gate`)
+DRAFT = -1  # the id of a row without a token, which an adapter changes (`d2f.parts.Gate`)
 PROMPT_RULES = get_args(PromptRule)
 MOST_BLOCK_SIZE = 2**20  # far above any in use; a decoder counts through a block
 
@@ -42,12 +42,12 @@ class Contract:
     which keeps the shift of the autoregressive model that it began as), else 0. rope_fp32: RoPE is
     applied in fp32 whatever the model's dtype (LLaDA). prompt_rule: what the prompt attends to, one
     of `PROMPT_RULES`; under D2F it is one block that sees itself (``block``).
-    objective: how it was trained, one of `Trained`, None where not known. block_size: size of
-    the blocks that it was trained to decode. response_length: the longest response that it was
-    trained on, in tokens; a prompt gets it where no length is given. noise: lowest and highest mask
-    ratio of D2F training. draft_id: the token whose embedding the rows begin with that a
-    self-drafting adapter changes (`d2f.gate`), None for other models. base, base_hash: name and
-    fingerprint (`d2f.adapters`) of the weights that an adapter belongs to; None for a whole model.
+    objective: how it was trained, one of `Trained`, None where not known. block_size: size of the
+    blocks that it was trained to decode. response_length: the longest response that it was trained
+    on, in tokens; a prompt gets it where no length is given. noise: lowest and highest mask ratio
+    of D2F training. draft_id: the token whose embedding the rows begin with that a self-drafting
+    adapter changes (`d2f.parts.Gate`), None for other models. base, base_hash: name and fingerprint
+    (`d2f.adapters`) of the weights that an adapter belongs to; None for a whole model.
     """
 
     __pydantic_config__: ClassVar[ConfigDict] = ConfigDict(strict=True)

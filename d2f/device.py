@@ -19,14 +19,7 @@ if TYPE_CHECKING:
 
 MOST_THREADS = 4096
 DEVICE = r"^(cpu|cuda|mps|xpu)(:[0-9]{1,3})?$"
-_DTYPES = {
-    "float32": "float32",
-    "fp32": "float32",
-    "bfloat16": "bfloat16",
-    "bf16": "bfloat16",
-    "float16": "float16",
-    "fp16": "float16",
-}
+_DTYPES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
 
 
 def parse_device(device: torch.device | str | None) -> torch.device:
@@ -74,9 +67,10 @@ def parse_dtype(dtype: torch.dtype | str | None, device: torch.device) -> torch.
         return torch.float32 if device.type == "cpu" else torch.bfloat16
     if isinstance(dtype, torch.dtype):
         return dtype
-    if dtype not in _DTYPES:
-        raise InputError(f"dtype: {not_one_of(dtype, ['auto', *_DTYPES])}")
-    found: torch.dtype = getattr(torch, _DTYPES[dtype])
+    known = ["auto", *_DTYPES.values(), *_DTYPES]
+    if dtype not in known:
+        raise InputError(f"dtype: {not_one_of(dtype, known)}")
+    found: torch.dtype = getattr(torch, _DTYPES.get(dtype, dtype))
     return found
 
 

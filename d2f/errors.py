@@ -97,10 +97,7 @@ def one_line(text: str) -> str:
 
 def repr_of(value: object) -> str:
     """Quote the beginning of a value for an error."""
-    try:
-        return f"{value!r:.60}"
-    except ValueError:  # a whole number with more digits than Python writes
-        return "a number of thousands of digits"
+    return f"{value!r:.60}"
 
 
 # On a CPU torch raises a plain RuntimeError.

@@ -11,12 +11,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import (
-    AutoTokenizer,
-    PretrainedConfig,
-    PreTrainedTokenizerBase,
-    PreTrainedTokenizerFast,
-)
+from transformers import PretrainedConfig
 
 from d2f import attention
 from d2f.adapters import attach
@@ -33,7 +28,6 @@ from d2f.contract import Contract
 from d2f.device import parse_device, parse_dtype, parse_threads
 from d2f.errors import CheckpointError, InputError, SupposedWarning, out_of_memory
 from d2f.families import (
-    FAMILIES,
     check_ids,
     family_of,
     get_family,
@@ -56,6 +50,7 @@ from d2f.tensor_parallel import (
     merge_into_parts,
     sharded,
 )
+from d2f.tokenizer import load_tokenizer
 
 
 def load(
@@ -116,51 +111,42 @@ def load(
     elif any(value is not None for value in asked.values()):
         raise InputError(f"expected {', '.join(asked)} where the outline was described")
     check_divides(outline.path, outline.config, tensor_parallel)
+    drafts = outline.adapter is not None and outline.contract.draft_id is not None
+    if drafts and (quantize is not None or tensor_parallel != 1):
+        raise InputError(
+            f"{outline.adapter}: a self-drafting adapter stays beside the weights: expected them "
+            "without quantize and tensor_parallel"
+        )
     in_parts = tensor_parallel > 1 and where.type != "meta"
     if count is not None:
         torch.set_num_threads(count)
     few_bits = {} if quantize is None else loading_settings(quantize, number, where)
+    how, kind = few_bits if outline.adapter is None else {}, DiffusionModel
+    if in_parts:
+        join(where)
+        how, kind = sharded(tensor_parallel), kind_of_rank()
     with loading_bars(progress):
-        if in_parts:
-            join(where)
-            backbone = _load_backbone(outline, number, where, **sharded(tensor_parallel))
-        elif quantize is not None and outline.adapter is None:
-            backbone = _load_backbone(outline, number, where, **few_bits)
-            backbone.quantized = quantize
-        else:
-            backbone = _load_backbone(outline, number, where)
-    model = (kind_of_rank() if in_parts else DiffusionModel)(
-        backbone,
-        outline.base_contract,
-        tokenizer=outline.tokenizer,
-        path=outline.path,
-        tensor_parallel=tensor_parallel,
-    )
-    if outline.adapter is not None and in_parts:
-        whole = _load_backbone(outline, number, torch.device("cpu"))
-        adapted = DiffusionModel(whole, outline.base_contract, path=outline.path)
-        attach(adapted, outline.adapter)
-        if adapted.gate is not None:
-            raise InputError(
-                "tensor_parallel: a self-drafting adapter stays beside the weights, and goes onto "
-                "no model in parts"
-            )
-        merge_into_parts(model, adapted)
-    elif outline.adapter is not None:
-        attach(model, outline.adapter)
-        if quantize is not None and model.gate is not None:
-            raise InputError(
-                "quantize: a self-drafting adapter stays beside the weights, and goes onto none in "
-                "few bits"
-            )
-        if quantize is not None:  # once the adapter is in the weights
-            model.merge_adapter()
-            shape = replace(outline, config=model.config)
-            weights = model.backbone.state_dict()
-            model = replace(
-                model, backbone=_load_backbone(shape, number, where, weights, **few_bits)
-            )
-            model.backbone.quantized = quantize
+        model = kind(
+            _load_backbone(outline, number, where, **how),
+            outline.base_contract,
+            tokenizer=outline.tokenizer,
+            path=outline.path,
+            tensor_parallel=tensor_parallel,
+        )
+        if outline.adapter is not None and in_parts:
+            whole = _load_backbone(outline, number, torch.device("cpu"))
+            adapted = DiffusionModel(whole, outline.base_contract, path=outline.path)
+            attach(adapted, outline.adapter)
+            merge_into_parts(model, adapted)
+        elif outline.adapter is not None:
+            attach(model, outline.adapter)
+            if quantize is not None:  # once the adapter is in the weights
+                model.merge_adapter()
+                shape, weights = replace(outline, config=model.config), model.backbone.state_dict()
+                backbone = _load_backbone(shape, number, where, weights, **few_bits)
+                model = replace(model, backbone=backbone)
+    if quantize is not None:
+        model.backbone.quantized = quantize
     model.contract = outline.contract
     if in_parts:
         announce(model)
@@ -330,40 +316,3 @@ def _load_backbone(
             "(tie_word_embeddings): expected none in the file, got others"
         )
     return backbone.eval() if placed else backbone.eval().to(device)
-
-
-# Classes that are nothing but tokenizer.json.
-_GENERIC = ("TokenizersBackend", "PreTrainedTokenizerFast", None)
-
-
-def load_tokenizer(place: str) -> PreTrainedTokenizerBase | None:
-    """Read a checkpoint's tokenizer, None where it has none or one without a vocabulary; its own
-    code is never run. Raises CheckpointError where it cannot be read without."""
-    folder = Path(place)
-    settings, whole = folder / "tokenizer_config.json", (folder / "tokenizer.json").is_file()
-    if not whole and not settings.is_file():
-        return None
-    kind = read_object(settings, CheckpointError) if settings.is_file() else {}
-    generic = kind.get("tokenizer_class") in _GENERIC
-    if generic and not whole and settings.is_file() and kind.get("tokenizer_class"):
-        return None  # special tokens alone make no token of any text
-    try:
-        if generic and whole:
-            # AutoTokenizer would go by the model's type and cut text as that model's own does.
-            tokenizer: Any = PreTrainedTokenizerFast.from_pretrained(folder)
-        else:
-            tokenizer = _read_tokenizer(folder)
-    except Exception as error:  # tokenizers raises Exception itself, transformers whatever comes
-        raise CheckpointError(f"{place}: its tokenizer cannot be read: {error}") from error
-    return tokenizer if tokenizer.get_vocab().keys() - tokenizer.get_added_vocab() else None
-
-
-def _read_tokenizer(folder: Path) -> Any:
-    try:
-        return AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
-    except (KeyError, ValueError, OSError):
-        # Its class is code of the checkpoint's, which is not run: Dream's is Qwen2's tokenizer.
-        for kind in {family.tokenizer for family in FAMILIES.values()} - {None}:
-            if (folder / kind.vocab_files_names["vocab_file"]).is_file():
-                return kind.from_pretrained(folder)
-        raise

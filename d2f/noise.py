@@ -8,6 +8,7 @@ can also draw recorded states of D2F's pipeline (`PipelineStates`).
 from __future__ import annotations
 
 import json
+from bisect import bisect_left
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Annotated
@@ -168,6 +169,11 @@ def observed_first(masked: NDArray[np.bool_], block_size: int) -> NDArray[np.int
     return np.lexsort((masked, np.arange(len(masked)) // block_size))
 
 
+def _first_masked(state: Sequence[float]) -> int:
+    """Return the number of a state's first block with a mask."""
+    return next(block for block, ratio in enumerate(state) if ratio)
+
+
 class PipelineStates:
     """Hold states of D2F's pipeline as decoding met them, by block size.
 
@@ -178,15 +184,10 @@ class PipelineStates:
     """
 
     def __init__(self, by_size: Mapping[int, Sequence[Sequence[float]]]):
-        self.by_size: dict[int, list[State]] = {}
-        self._first: dict[int, np.ndarray] = {}
-        for size, states in by_size.items():
-            # Sorted by the first block with a mask, so that the states that fit a response's length
-            # come first and `draw` finds their number by bisection.
-            first = [next(i for i, ratio in enumerate(state) if ratio) for state in states]
-            order = np.argsort(first, kind="stable")
-            self.by_size[size] = [tuple(states[i]) for i in order]
-            self._first[size] = np.array(first)[order]
+        # Sorted, so that the states that fit a response's length come first.
+        self.by_size: dict[int, list[State]] = {
+            size: sorted(map(tuple, states), key=_first_masked) for size, states in by_size.items()
+        }
 
     def draw(self, length: int, block_size: int, rng: np.random.Generator) -> tuple[Ratios, int]:
         """Draw one of the states that have a mask in `length` positions.
@@ -198,10 +199,11 @@ class PipelineStates:
             ratio       0 0 | .5 .5 | 1      the open blocks end at 4
         """
         blocks = -(-length // block_size)
-        fitting = int(np.searchsorted(self._first[block_size], blocks))
+        states = self.by_size[block_size]
+        fitting = bisect_left(states, blocks, key=_first_masked)
         if not fitting:  # none was recorded so early: take the start of every decoding
             return np.ones(length), min(block_size, length)
-        state = self.by_size[block_size][int(rng.integers(fitting))][:blocks]
+        state = states[int(rng.integers(fitting))][:blocks]
         ratios = np.ones(blocks)
         ratios[: len(state)] = state
         return np.repeat(ratios, block_size)[:length], min(len(state) * block_size, length)

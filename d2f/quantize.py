@@ -63,7 +63,6 @@ QUANTISATIONS = {
         bf16=True,
     ),
 }  # fmt: skip
-EXTRA = "quantize"  # of this package, with both libraries
 
 
 def check_quantize(name: str, device: torch.device, dtype: torch.dtype) -> None:
@@ -71,40 +70,36 @@ def check_quantize(name: str, device: torch.device, dtype: torch.dtype) -> None:
     device or in this dtype, or needs a library that is not installed."""
     if name not in QUANTISATIONS:
         raise InputError(f"quantize: {not_one_of(name, QUANTISATIONS)}")
-    found, reason = QUANTISATIONS[name], refusal(name, device)
-    if reason:
-        here = ", ".join(available(device)) or "none"
-        raise InputError(f"quantize {name}: not on {device.type}: {reason}; expected one of {here}")
-    if found.bf16 and dtype != torch.bfloat16:
+    reasons = {one: _refusal(found, device) for one, found in QUANTISATIONS.items()}
+    if reasons[name]:
+        here = ", ".join(one for one, reason in reasons.items() if not reason) or "none"
+        raise InputError(
+            f"quantize {name}: not on {device.type}: {reasons[name]}; expected one of {here}"
+        )
+    if QUANTISATIONS[name].bf16 and dtype != torch.bfloat16:
         raise InputError(f"quantize {name}: computes in bfloat16 alone, got the dtype {dtype}")
-    require(found.library, f"quantize {name}")
+    require(QUANTISATIONS[name].library, f"quantize {name}")
+
+
+def _refusal(quantisation: Quantisation, device: torch.device) -> str:
+    """Say why a device does not have a quantisation; empty where it does."""
+    if device.type == "cpu":
+        return quantisation.no_cpu
+    if device.type != "cuda":
+        return "quantised weights are for CPUs and CUDA GPUs"
+    here, least = torch.cuda.get_device_capability(device), quantisation.capability or (0, 0)
+    if here >= least:
+        return ""
+    needed, got = (".".join(map(str, pair)) for pair in (least, here))
+    return f"it needs compute capability {needed}, this GPU has {got}"
 
 
 def require(library: str, what: str) -> None:
-    """Raise InputError where a library is not installed."""
+    """Raise InputError where a library of the extra ``quantize`` is not installed."""
     if importlib.util.find_spec(library) is None:
         raise InputError(
-            f"{what} needs {library}, which is not installed: pip install 'd2f-toolkit[{EXTRA}]'"
+            f"{what} needs {library}, which is not installed: pip install 'd2f-toolkit[quantize]'"
         )
-
-
-def available(device: torch.device) -> list[str]:
-    """List the quantisations that a device has."""
-    return [name for name in QUANTISATIONS if not refusal(name, device)]
-
-
-def refusal(name: str, device: torch.device) -> str:
-    """Say why a device does not have a quantisation; empty where it does."""
-    if device.type == "cpu":
-        return QUANTISATIONS[name].no_cpu
-    if device.type != "cuda":
-        return "quantised weights are for CPUs and CUDA GPUs"
-    here = torch.cuda.get_device_capability(device)
-    least = QUANTISATIONS[name].capability or (0, 0)
-    if here < least:
-        needed, got = (".".join(map(str, pair)) for pair in (least, here))
-        return f"it needs compute capability {needed}, this GPU has {got}"
-    return ""
 
 
 def slowness(name: str, device: torch.device) -> str:
@@ -143,20 +138,17 @@ def torchao_config(name: str) -> Any:
     """Return torchao's own name of a quantisation."""
     from torchao import quantization as ao
 
+    kind, options = {
+        "int8": (ao.Int8DynamicActivationInt8WeightConfig, {"granularity": ao.PerRow()}),
+        "int8-weight": (ao.Int8WeightOnlyConfig, {}),
+        "int4-weight": (
+            ao.Int4WeightOnlyConfig,
+            {"group_size": 128, "int4_packing_format": "tile_packed_to_4d"},
+        ),
+        "fp8": (ao.Float8DynamicActivationFloat8WeightConfig, {"granularity": ao.PerRow()}),
+    }[name]
     # set_inductor_config would change torch.compile for every model of the process.
-    if name == "int8":
-        return ao.Int8DynamicActivationInt8WeightConfig(
-            granularity=ao.PerRow(), set_inductor_config=False
-        )
-    if name == "int8-weight":
-        return ao.Int8WeightOnlyConfig(set_inductor_config=False)
-    if name == "int4-weight":
-        return ao.Int4WeightOnlyConfig(
-            group_size=128, int4_packing_format="tile_packed_to_4d", set_inductor_config=False
-        )
-    return ao.Float8DynamicActivationFloat8WeightConfig(
-        granularity=ao.PerRow(), set_inductor_config=False
-    )
+    return kind(**options, set_inductor_config=False)
 
 
 def keep_differentiable(network: nn.Module) -> None:

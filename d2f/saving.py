@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import copy
 import dataclasses
-import json
 import shutil
 from collections.abc import Iterator, Mapping
 from fnmatch import fnmatch
@@ -16,9 +15,7 @@ import torch
 from huggingface_hub import split_torch_state_dict_into_shards
 from safetensors.torch import save_file
 from torch import Tensor, nn
-from transformers import AutoTokenizer, PreTrainedTokenizerBase, TokenizersBackend
 
-from d2f import tokenization_d2f
 from d2f.checkpoint import (
     ADAPTER_CONFIG,
     ADAPTER_WEIGHTS,
@@ -32,10 +29,9 @@ from d2f.errors import CheckpointError, InputError
 from d2f.families import FAMILIES, transformers_config
 from d2f.files import make_folder, writing_folder
 from d2f.parts import ModelParts
+from d2f.tokenizer import CODE, save_tokenizer, write_json
 
 MAX_SHARD_SIZE = "5GB"  # most that an export holds in memory besides the model
-CODE = Path(tokenization_d2f.__file__)
-OWN_CLASS = {"AutoTokenizer": [None, f"{CODE.stem}.{tokenization_d2f.D2FTokenizer.__name__}"]}
 
 
 def save(model: ModelParts, folder: Path, max_shard_size: int | str = MAX_SHARD_SIZE) -> None:
@@ -75,7 +71,7 @@ def save_adapter(
     weights = get_peft_model_state_dict(model.adapter, save_embedding_layers=False)
     write_weights({k: v.to(dtype) for k, v in weights.items()}, folder / ADAPTER_WEIGHTS)
     values = {k: sorted(v) if isinstance(v, set) else v for k, v in config.to_dict().items()}
-    _write_json(folder / ADAPTER_CONFIG, values)
+    write_json(folder / ADAPTER_CONFIG, values)
     saved.save(folder)
 
 
@@ -117,7 +113,7 @@ def save_official(
     """
     values, names = check_official(model)  # raises before the folder is made
     folder.mkdir(parents=True, exist_ok=True)
-    _write_json(folder / "config.json", values | {"torch_dtype": str(dtype)[len("torch.") :]})
+    write_json(folder / "config.json", values | {"torch_dtype": str(dtype)[len("torch.") :]})
     _write(model, folder, dtype, max_shard_size, names)
     for path in _code(model, values):
         shutil.copy(path, folder)
@@ -244,7 +240,7 @@ def _write(
         write_weights(shard, folder / file)
     if plan.is_sharded:
         index = {"metadata": plan.metadata, "weight_map": plan.tensor_to_filename}
-        _write_json(folder / INDEX, index)
+        write_json(folder / INDEX, index)
     if model.tokenizer is not None:
         save_tokenizer(model.tokenizer, folder)
 
@@ -266,38 +262,6 @@ def write_weights(weights: Mapping[str, Tensor], path: Path) -> None:
             f"{len(weights)} tensors in {dtype}, first {broken[0]}; nothing was written"
         )
     save_file(weights, path, metadata={"format": "pt"})
-
-
-def save_tokenizer(tokenizer: PreTrainedTokenizerBase, folder: Path) -> None:
-    """Write a tokenizer beside a model's config.json, so that transformers and what is built on it
-    cut text as `d2f.loading` does.
-
-    By itself AutoTokenizer goes by the model's type: beside a config.json that says qwen2 it takes
-    Qwen2's way of cutting text, whatever tokenizer_config.json says and tokenizer.json holds::
-
-        " 15"    tokenizer.json of the tiny models    " 1", "5"
-                 Qwen2's                              " ", "1", "5"
-
-    It does not where tokenizer_config.json names a class of the folder's own (auto_map): then it
-    takes tokenizer.json as it is, with ``trust_remote_code=True`` through that class, which is two
-    lines (`d2f.tokenization_d2f`), and without it through its own.
-    """
-    tokenizer.save_pretrained(folder)
-    if type(tokenizer) is not TokenizersBackend:  # of a class that is found by its name
-        return
-    settings = folder / "tokenizer_config.json"
-    values = read_object(settings, CheckpointError)
-    values.pop("auto_map", None)  # of the folder that it came from, whose code is not here
-    _write_json(settings, values)
-    if type(AutoTokenizer.from_pretrained(folder, trust_remote_code=False)) is TokenizersBackend:
-        return
-    _write_json(settings, values | {"auto_map": OWN_CLASS})
-    shutil.copy(CODE, folder)
-
-
-def _write_json(path: Path, values: Mapping[str, object]) -> None:
-    text = json.dumps(values, indent=2, sort_keys=True, ensure_ascii=False) + "\n"
-    path.write_text(text, encoding="utf-8")
 
 
 # What a save writes; the tokenizer's files are those of any kind of tokenizer.

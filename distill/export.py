@@ -21,13 +21,13 @@ from d2f.checkpoint import fingerprint, folder_of, stored_dtype
 from d2f.convert import build, convert
 from d2f.errors import InputError
 from d2f.files import says_what_is_kept, writing_folder
-from d2f.loading import load_tokenizer
 from d2f.model import DiffusionModel
 from d2f.models import resolve
 from d2f.quantize import keep_differentiable
 from d2f.saving import check_official, save_adapter, save_model, save_official
 from d2f.tasks import DEFAULT_TASKS, TASKS
 from d2f.tasks.tokenizer import train_tokenizer
+from d2f.tokenizer import load_tokenizer
 from distill.checkpoint import RunFolder, file_digest
 from distill.config import Lora, TrainConfig
 from distill.data.stream import Stream

@@ -1,14 +1,13 @@
 """python tests/parallel_process.py JOBS.json
 
 One of the processes that hold models together, started by test_tensor_parallel.py with torchrun's
-environment. Rank 0 decodes with each model in parts and with the same one whole, and writes what
-differs beside JOBS.json; the other follows it.
+environment. Rank 0 decodes with each model in parts and with the same one whole, writes what
+differs beside JOBS.json, and decodes on until it is killed; the other follows it.
 """
 
 from __future__ import annotations
 
 import json
-import os
 import sys
 from pathlib import Path
 
@@ -20,7 +19,7 @@ import decode
 from d2f.device import rank
 from d2f.errors import InputError
 from d2f.model import DiffusionModel
-from d2f.tensor_parallel import follow
+from d2f.tensor_parallel import _models, follow
 from decode.decoders import Decoder
 from decode.engine.engine import Engine
 from decode.engine.request import Request
@@ -104,25 +103,16 @@ def _fits(decoder: Decoder, model: DiffusionModel) -> bool:
     return True
 
 
-def dying(folder: str, place: Path) -> None:
-    """Decode for ever; once it runs, the process that `place` names is killed by the test."""
-    model = d2f.load(folder, tensor_parallel=2)
-    place.with_suffix(f".{rank()}").write_text(str(os.getpid()))
-    if rank():
-        return follow()
-    while True:
-        decode.generate(model, PROMPTS, "d2f")
-
-
 def main() -> None:
     torch.set_num_threads(1)
     place = Path(sys.argv[1])
-    jobs = json.loads(place.read_text())
-    if "dying" in jobs:
-        return dying(jobs["dying"], place)
-    results = run(jobs)
+    results = run(json.loads(place.read_text()))
     if rank() == 0:
-        place.with_suffix(".result").write_text(json.dumps(results))
+        beside = place.with_suffix(".part")
+        beside.write_text(json.dumps(results))
+        beside.rename(place.with_suffix(".result"))
+        while True:  # until the test kills this process
+            decode.generate(_models[0], PROMPTS, "d2f")
 
 
 if __name__ == "__main__":

@@ -63,11 +63,11 @@ def one_by_one(q, k, v, spans, scale=None):
     return out
 
 
-def plainly(q, k, v, spans):
+def plainly(q, k, v, spans, scale=None):
     """Scores, softmax and weighted sum in the dtype of the inputs: the error one may make."""
     group = q.shape[1] // k.shape[1]
     k, v = (x.repeat_interleave(group, dim=1) for x in (k, v))
-    scores = q @ k.transpose(-1, -2) * q.shape[-1] ** -0.5
+    scores = q @ k.transpose(-1, -2) * (scale or q.shape[-1] ** -0.5)
     scores = scores.masked_fill(~span_mask(spans, k.shape[2])[:, None], float("-inf"))
     return scores.softmax(-1).nan_to_num() @ v
 
@@ -85,25 +85,18 @@ def test_mask_holds_exactly_the_keys_of_the_spans(data):
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-@given(problem=problems())
-def test_reference_errs_no_more_than_the_plain_computation(dtype, problem):
+@given(problem=problems(), scale=st.none() | st.just(1.7))
+def test_reference_errs_no_more_than_the_plain_computation(dtype, problem, scale):
     """Against the definition in fp64, with one rounding of the largest value as margin."""
     q, k, v = (x.to(dtype) for x in problem[:3])
     spans = problem[3]
-    truth = one_by_one(q, k, v, spans)
-    out = span_attention_reference(q, k, v, spans)
+    truth = one_by_one(q, k, v, spans, scale)
+    out = span_attention_reference(q, k, v, spans, scale=scale)
     assert out.dtype == dtype
     assert out.shape == q.shape
-    allowed = (plainly(q, k, v, spans).double() - truth).abs().max()
+    allowed = (plainly(q, k, v, spans, scale).double() - truth).abs().max()
     margin = torch.finfo(dtype).eps * max(1.0, truth.abs().max().item())
     assert (out.double() - truth).abs().max() <= allowed + margin
-
-
-@given(problems())
-def test_scale_is_used(problem):
-    q, k, v, spans = problem
-    out = span_attention_reference(q, k, v, spans, scale=1.7)
-    assert torch.allclose(out.double(), one_by_one(q, k, v, spans, scale=1.7), rtol=1e-5, atol=1e-6)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
@@ -166,16 +159,13 @@ def test_segments_of_a_flat_batch_equal_each_request_alone(data):
     assert torch.allclose(out, whole, rtol=1e-5, atol=1e-6), "segments change no value"
 
 
-def test_a_plan_builds_each_mask_once_and_no_larger_than_its_segment():
+def test_a_plan_builds_a_mask_no_larger_than_its_segment():
     spans = torch.cat([sp.shift(sp.causal(3), 10), sp.shift(sp.causal(2), 40)])
-    parts = [Segment(slice(0, 3), slice(10, 13)), Segment(slice(3, 5), slice(40, 44))]
-    plan = SpanPlan(spans, parts)
-    assert plan.spans.shape == (1, 5, 1, 2)
+    plan = SpanPlan(
+        spans, [Segment(slice(0, 3), slice(10, 13)), Segment(slice(3, 5), slice(40, 44))]
+    )
     assert plan.segment_mask(0).tolist() == torch.ones(1, 3, 3).tril().bool().tolist()
     assert plan.segment_mask(1).int().tolist() == [[[1, 0, 0, 0], [1, 1, 0, 0]]]
-    assert plan.segment_mask(1) is plan.segment_mask(1)
-    assert plan.mask(50) is plan.mask(50)
-    assert plan.mask(50).shape == (1, 5, 50)
 
 
 @pytest.mark.parametrize(("heads", "kv_heads"), HEADS)
@@ -209,17 +199,6 @@ def test_spans_decide_what_a_model_sees(llada):
     with torch.inference_mode():
         changed = (llada.forward(ids, spans) != llada.forward(other, spans)).any(-1)[0]
     assert changed.tolist() == [False] * 4 + [True] * 8
-
-
-def test_spans_of_each_sample_of_a_batch(dream):
-    """[B, L, K, 2]: each sample has its own mask."""
-    ids = torch.arange(4, 24).view(2, 10)
-    masks = [sp.causal(10), sp.block_causal(10, 3, 4)]
-    with torch.inference_mode():
-        both = dream.forward(ids, torch.stack(masks))
-        for i, mask in enumerate(masks):
-            alone = dream.forward(ids[i : i + 1], mask)[0]
-            assert torch.allclose(both[i], alone, rtol=1e-5, atol=1e-5)
 
 
 def test_packed_sequences_equal_each_alone(dream):

@@ -18,7 +18,6 @@ from d2f import spans as sp
 from d2f.adapters import new_lora
 from d2f.attention import SpanPlan
 from d2f.compile import CompiledRows, joined
-from d2f.cpu import rows as native
 from d2f.errors import CompileError
 from d2f.tasks import make_problems
 from decode.compare.config import Item, Ours, Workload
@@ -34,7 +33,7 @@ DECODERS = {
     "causal": [decode.Autoregressive(12)],
 }
 WAYS = {"graph": CompiledRows}
-if native.fits(random_model("llada").backbone):
+if cpu.fits(random_model("llada").backbone):
     WAYS["native"] = cpu.NativeRows
 
 
@@ -109,7 +108,7 @@ def test_without_a_compiler_the_error_says_what_is_missing():
 
     model = fresh_model("llada", seed=1)
     lacking = config.patch({"cpp.cxx": ("no-such-compiler",)})
-    native.library.cache_clear()
+    cpu.library.cache_clear()
     with lacking, fresh_cache(), pytest.raises(CompileError, match="needs a C\\+\\+ compiler"):
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # that forwards in C++ do not work either

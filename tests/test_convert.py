@@ -41,8 +41,7 @@ def old_logits(model: d2f.DiffusionModel) -> torch.Tensor:
         return model.forward(ids, spans.causal(17))[..., : stock.TOKENS]
 
 
-@pytest.mark.parametrize("tied", [False, True])
-@pytest.mark.parametrize("room", [False, True])
+@pytest.mark.parametrize("tied, room", [(False, False), (True, True)])
 @pytest.mark.parametrize("kind, family", FITTING)
 def test_no_logit_of_an_old_token_changes(tmp_path, capsys, kind, family, room, tied):
     """To the bit, with a mask token that needs a new row and with one that has room."""

@@ -143,16 +143,6 @@ def test_families_of_qwen(plain, tmp_path, kind, family, changes, cls):
     assert close(logits(model), transformers_own(plain(kind)))
 
 
-def test_tokenizer_of_the_folder(plain, word_tokenizer, tmp_path):
-    """It comes along, and tells a diffusion family its mask id."""
-    folder = relabelled(plain("qwen2"), tmp_path / "model", model_type="Dream")
-    word_tokenizer.save_pretrained(folder)
-    model = load(folder, device="cpu")
-    assert model.family == "dream"
-    assert model.tokenizer("w0 w5")["input_ids"] == word_tokenizer("w0 w5")["input_ids"]
-    assert model.mask_id == word_tokenizer.mask_token_id == 2
-
-
 @pytest.mark.parametrize(
     ("family", "tokens"),
     [

@@ -13,9 +13,9 @@ from tiny import random_model
 from tokenizers.processors import TemplateProcessing
 from transformers import AutoModelForCausalLM
 
-from d2f import chat
 from d2f.errors import InputError
 from d2f.saving import save_model
+from d2f.tokenizer import encode
 from decode import generate
 from decode.decoders.autoregressive import Autoregressive
 from decode.decoders.d2f import D2F
@@ -138,7 +138,7 @@ def test_chat_messages_are_written_as_the_template_writes_them(student):
     assert text == student.tokenizer.apply_chat_template(
         history, tokenize=False, add_generation_prompt=True
     )
-    assert student.tok_encode(text) == chat.encode(student.tokenizer, history)
+    assert student.tok_encode(text) == encode(student.tokenizer, history)
     begun = [*history, {"role": "assistant", "content": "The answer"}]
     assert student.apply_chat_template(begun, add_generation_prompt=False) == text + "The answer"
 

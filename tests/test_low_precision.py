@@ -5,17 +5,16 @@ from __future__ import annotations
 
 import pytest
 import torch
-from tiny import random_model
 from torch import nn
 
 import d2f
 import decode
 from d2f import quantize
 from d2f.adapters import new_lora
-from d2f.cpu.rows import fits
-from d2f.errors import CheckpointError, InputError
+from d2f.compile import CompiledRows
+from d2f.cpu import fits
+from d2f.errors import InputError
 from d2f.quantize import check_quantize, slowness, torchao_config
-from d2f.saving import save_model
 from d2f.tasks import make_problems
 from decode.cli import weights_hash
 from decode.engine.engine import Engine
@@ -66,25 +65,19 @@ def test_answers_are_near_those_of_float32(quantised):
     assert 1e-4 < error < 0.1
 
 
-def test_a_batch_changes_no_token(quantised):
-    ids, decoder = prompts(quantised, 5), decode.D2F(max_new_tokens=32)
-    one = answers(quantised, ids, decoder, 1)
-    assert answers(quantised, ids, decoder, 5) == one
-    assert answers(quantised, ids[::-1], decoder, 3) == one[::-1]
-
-
-def test_arrivals_change_no_token(quantised):
+def test_neither_a_batch_nor_arrivals_change_a_token(quantised):
     """A request that enters while others run is decoded as alone."""
-    ids, decoder = prompts(quantised, 3), decode.D2F(max_new_tokens=32)
+    ids, decoder = prompts(quantised, 4), decode.D2F(max_new_tokens=24)
+    one = answers(quantised, ids, decoder, 1)
+    assert answers(quantised, ids[::-1], decoder, 3) == one[::-1]
     made = [Request(i, one, decoder, quantised.contract, None) for i, one in enumerate(ids)]
-    engine = Engine(quantised, batch_size=3, slots=sum(r.session.slots for r in made))
+    engine = Engine(quantised, batch_size=4, slots=sum(r.session.slots for r in made))
     for request in made:
         engine.submit(request)
         engine.advance()
     for _ in engine.run():
         pass
-    found = [(r.result.raw_tokens, r.result.forwards) for r in made if r.result]
-    assert found == answers(quantised, ids, decoder, 1)
+    assert [(r.result.raw_tokens, r.result.forwards) for r in made if r.result] == one
 
 
 def test_rows_of_dynamic_int8_do_not_see_each_other():
@@ -124,26 +117,11 @@ def test_an_adapter_is_merged_before_weights_are_quantised(name, tmp_path):
     assert weights_hash(adapted) != weights_hash(base)
 
 
-def test_an_adapter_of_another_base_is_refused(tmp_path):
-    """The base is known by its files, whatever they are quantised to."""
-    model = d2f.load("tiny-teacher", device="cpu")
-    new_lora(model, r=4, alpha=8, dropout=0.0)
-    model.save(tmp_path / "adapter")
-    with pytest.raises(CheckpointError, match="belongs to the base tiny-teacher"):
-        d2f.load("tiny-d2f", adapter=tmp_path / "adapter", quantize="nf4", device="cpu")
-
-
 def test_an_adapter_beside_quantised_weights_is_not_merged():
     model = d2f.load("tiny-teacher", quantize="nf4", device="cpu")
     new_lora(model, r=4, alpha=8, dropout=0.0)
     with pytest.raises(InputError, match="cannot be merged into nf4 weights"):
         model.merge_adapter()
-
-
-def test_quantised_weights_are_not_saved(quantised, tmp_path):
-    with pytest.raises(InputError, match=f"{quantised.quantized} weights cannot be saved"):
-        quantised.save(tmp_path / "model")
-    assert not list(tmp_path.iterdir())
 
 
 @pytest.mark.parametrize(
@@ -170,23 +148,27 @@ def test_a_library_that_is_not_installed(monkeypatch):
         check_quantize("nf4", CPU, torch.float32)
 
 
-@pytest.mark.parametrize(
-    ("vnni", "amx", "slow"), [(False, False, True), (True, False, False), (False, True, False)]
-)
-def test_int8_is_said_to_be_slow_where_it_is(vnni, amx, slow, monkeypatch):
-    monkeypatch.setattr("torch.cpu._is_vnni_supported", lambda: vnni)
-    monkeypatch.setattr("torch.cpu._is_amx_tile_supported", lambda: amx)
-    assert bool(slowness("int8", CPU)) == slow
-    assert not slowness("int8", CUDA) and not slowness("int8-weight", CPU)
+def test_int8_is_said_to_be_slow_where_it_is(monkeypatch):
+    for vnni, amx in ((False, False), (True, False), (False, True)):
+        monkeypatch.setattr("torch.cpu._is_vnni_supported", lambda vnni=vnni: vnni)
+        monkeypatch.setattr("torch.cpu._is_amx_tile_supported", lambda amx=amx: amx)
+        assert bool(slowness("int8", CPU)) == (not vnni and not amx)
+        assert not slowness("int8", CUDA) and not slowness("int8-weight", CPU)
 
 
-@pytest.mark.slow
-def test_compiled_as_not(tmp_path):
-    """Its layers are not packed for float32; the tokens of a small model are the same."""
-    save_model(random_model("llada"), tmp_path / "model", dtype=torch.float32)
-    model = d2f.load(tmp_path / "model", quantize="int8-weight", device="cpu")
+def test_compiled_as_not(monkeypatch):
+    """Traced into one graph, the tokens are the same; what a CPU's compiler makes of the graph is
+    PyTorch's matter and takes a minute."""
+
+    def traced(function, options, **how):
+        return compile(function, backend="aot_eager", **how)
+
+    compile = torch.compile
+    monkeypatch.setattr(torch, "compile", traced)
+    model = d2f.load("tiny-d2f", quantize="int8-weight", device="cpu")
     ids, decoder = [[5, 6, 7], [9, 8]], decode.D2F(4, max_new_tokens=12)
     plain = answers(model, ids, decoder, 2)
     assert not fits(model.backbone)
     model.compile()
+    assert type(model.compiled_rows) is CompiledRows
     assert answers(model, ids, decoder, 2) == answers(model, ids, decoder, 1) == plain

@@ -96,15 +96,6 @@ def test_an_adapter_names_its_base_and_loads_on_it_alone_until_it_is_merged(tmp_
     assert tokens(alone) == tokens(again)
 
 
-def test_an_official_adapter_gets_the_hash_of_its_base(golden, tmp_path):
-    folder = golden / "llada-tiny"
-    model = d2f.load(folder, adapter=folder / "adapter", device="cpu")
-    model.save(tmp_path / "adapter")
-    again = read(tmp_path / "adapter")
-    assert again.contract.base_hash is not None
-    assert tokens(again) == tokens(model)
-
-
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
 def test_an_adapter_is_merged_as_it_is_written(golden, tmp_path, dtype):
     folder = golden / "llada-tiny"
@@ -326,15 +317,15 @@ def test_the_card_tells_other_data_apart(tmp_path):
     base, data = tmp_path / "base", tmp_path / "data.jsonl"
     save_model(random_model("llada"), base, dtype=torch.float32)
     hashes = set()
-    for i, answer in enumerate("556"):
-        pairs = [{"prompt": "2+3?", "response": answer}, {"prompt": "4-1?", "response": "3"}]
-        data.write_text("".join(json.dumps(pair) + "\n" for pair in pairs))
+    for answer in "56":
+        data.write_text(json.dumps({"prompt": "2+3?", "response": answer}) + "\n")
+        run = tmp_path / answer
         values = {"file": str(data), "row_length": 48, "rows": 2}
-        train(settings(tmp_path / f"run{i}", init=str(base), data=values, steps=1, seed=i % 2))
-        card = (tmp_path / f"run{i}" / "model" / "README.md").read_text()
+        train(settings(run, init=str(base), data=values, steps=1))
+        card = (run / "model" / "README.md").read_text()
         hashes |= {line for line in card.splitlines() if "first 256 samples" in line}
         assert hashlib.sha256(data.read_bytes()).hexdigest() in card
-    assert len(hashes) == 3, "another seed, another answer"
+    assert len(hashes) == 2
 
 
 def test_an_official_export_of_another_family_is_refused_before_training(tmp_path):

@@ -42,32 +42,21 @@ def d2f_block(position, prompt, size):
     return 0 if position < prompt else 1 + (position - prompt) // size
 
 
-@given(lengths)
-def test_bidirectional_sees_everything(length):
-    same(sp.bidirectional(length), length, length, lambda q, k: True)
-
-
-@given(lengths)
-def test_causal_sees_the_past_and_itself(length):
-    same(sp.causal(length), length, length, lambda q, k: k <= q)
-
-
 @given(prompted())
-def test_block_causal_is_d2f_student_mask(case):
+def test_the_masks_of_whole_sequences(case):
+    """Bidirectional; causal; D2F's student; blocks on absolute positions (SDAR)."""
     length, prompt, size = case
-    same(
-        sp.block_causal(*case),
-        length,
-        length,
-        lambda q, k: d2f_block(k, prompt, size) <= d2f_block(q, prompt, size),
-    )
 
+    def of(block):
+        return lambda q, k: block(k) <= block(q)
 
-@given(lengths, sizes)
-def test_block_causal_without_prompt_has_absolute_blocks(length, size):
-    """SDAR's decoding mask: blocks count from position 0."""
-    spans = sp.block_causal(length, 0, size)
-    same(spans, length, length, lambda q, k: q // size >= k // size)
+    for spans, allow in (
+        (sp.bidirectional(length), lambda q, k: True),
+        (sp.causal(length), lambda q, k: k <= q),
+        (sp.block_causal(*case), of(lambda i: d2f_block(i, prompt, size))),
+        (sp.block_causal(length, 0, size), of(lambda i: i // size)),
+    ):
+        same(spans, length, length, allow)
 
 
 @given(prompted())

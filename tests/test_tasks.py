@@ -1,6 +1,7 @@
 """The tiny tasks: their splits, their checkers, and their tokenizer."""
 
 import re
+from hashlib import sha256
 from itertools import permutations, product
 
 import pytest
@@ -9,7 +10,6 @@ from hypothesis import strategies as st
 from transformers import AutoTokenizer
 
 from d2f import models
-from d2f.loading import load_tokenizer
 from d2f.tasks import (
     DEFAULT_TASKS,
     SPLITS,
@@ -22,6 +22,7 @@ from d2f.tasks import (
 )
 from d2f.tasks.task import RESPONSE_LENGTH
 from d2f.tasks.tokenizer import SPECIAL_TOKENS, main, train_tokenizer
+from d2f.tokenizer import load_tokenizer
 
 repeatable = settings(derandomize=True, deadline=None)
 problems = st.builds(
@@ -62,31 +63,38 @@ def test_own_answer_is_right_and_ends_are_not_needed(problem):
 
 
 @pytest.mark.parametrize("task", TASKS)
-def test_splits_are_disjoint_whatever_the_seed(task):
-    keys = {
-        split: {
-            p.key
-            for seed in (0, 1)
-            for p in make_problems(task, split, 30 if task == "coding" else 150, seed)
-        }
-        for split in SPLITS
-    }
-    assert not keys["train"] & keys["tuning"]
-    assert not keys["train"] & keys["heldout"]
-    assert not keys["tuning"] & keys["heldout"]
+def test_splits_are_disjoint_and_hold_each_key_once(task):
+    """Whatever the seed; and fewer problems are the beginning of more."""
+    count, keys = 10 if task == "coding" else 100, set()
+    for split in SPLITS:
+        found = make_problems(task, split, count)
+        assert found[: count // 3] == make_problems(task, split, count // 3)
+        assert len({problem.key for problem in found}) == len(found) == count
+        of_split = {p.key for seed in (0, 1) for p in make_problems(task, split, count, seed)}
+        assert all(split_of(key) == split for key in of_split) and not of_split & keys
+        keys |= of_split
+    assert make_problems(task, "heldout", 0) == []
 
 
-@pytest.mark.parametrize("split", SPLITS)
 @pytest.mark.parametrize("task", TASKS)
-def test_access_is_independent_of_order(task, split):
-    forwards = [make_problem(task, split, index, seed=3) for index in range(20)]
-    backwards = [make_problem(task, split, index, seed=3) for index in reversed(range(20))]
+def test_access_is_independent_of_order(task):
+    forwards = [make_problem(task, "train", index, seed=3) for index in range(10)]
+    backwards = [make_problem(task, "train", index, seed=3) for index in reversed(range(10))]
     assert forwards == backwards[::-1]
-    assert forwards != [make_problem(task, split, index, seed=4) for index in range(20)]
-    assert all(split_of(problem.key) == split for problem in forwards)
+    assert forwards != [make_problem(task, "train", index, seed=4) for index in range(10)]
 
 
-def test_problems_stay_what_they_were():
+# Of questions, answers and keys: five problems of each split by each of two seeds.
+DIGESTS = {
+    "story": "e0ee46c69d27802b",
+    "countdown": "fbbccf84683e1a69",
+    "sudoku": "1aadb02836d33da0",
+    "coding": "ea87fe0fc3ca4556",
+}
+
+
+@pytest.mark.parametrize("task", TASKS)
+def test_problems_stay_what_the_bundled_models_were_trained_on(task):
     assert make_problem("story", "train", 1) == Problem(
         "story",
         "At first Ivan has 14 plums. He gives 4 plums to a friend. He loses 2 of them. "
@@ -94,15 +102,14 @@ def test_problems_stay_what_they_were():
         "14-4=10\n10-2=8\n#### 8",
         "14-4-2",
     )
-
-
-@pytest.mark.parametrize("task", TASKS)
-def test_make_problems_skips_repeated_keys(task):
-    count = 40 if task == "coding" else 300  # most of its drafts are drawn again
-    found = make_problems(task, "heldout", count)
-    assert len({problem.key for problem in found}) == len(found) == count
-    assert found[: count // 3] == make_problems(task, "heldout", count // 3)
-    assert make_problems(task, "heldout", 0) == []
+    made = [
+        make_problem(task, split, index, seed)
+        for split in SPLITS
+        for seed in (0, 7)
+        for index in range(5)
+    ]
+    texts = [text for p in made for text in (p.question, p.answer, p.key)]
+    assert sha256("\n".join(texts).encode()).hexdigest()[:16] == DIGESTS[task]
 
 
 def test_more_problems_than_a_split_holds(monkeypatch):
@@ -112,23 +119,18 @@ def test_more_problems_than_a_split_holds(monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("task", "split", "number", "seed", "message"),
+    ("asked", "message"),
     [
-        (
-            "chess",
-            "train",
-            1,
-            0,
-            "task: got 'chess'; expected one of story, countdown, sudoku, coding",
-        ),
-        ("story", "test", 1, 0, "split: got 'test'; expected one of train, tuning, heldout"),
-        ("story", "train", 1, -2, "non-negative"),
+        (("chess", "train", 1, 0),
+         "task: got 'chess'; expected one of story, countdown, sudoku, coding"),
+        (("story", "test", 1, 0), "split: got 'test'; expected one of train, tuning, heldout"),
+        (("story", "train", 1, -2), "non-negative"),
     ],
-)
-def test_errors_say_what_was_expected(task, split, number, seed, message):
+)  # fmt: skip
+def test_errors_say_what_was_expected(asked, message):
     for make in (make_problem, make_problems):
         with pytest.raises(ValueError, match=message):
-            make(task, split, number, seed)
+            make(*asked)
 
 
 # Checkers
@@ -158,54 +160,51 @@ def test_a_changed_digit_or_line_is_wrong(problem, data):
         assert not check(problem, problem.answer + "\njunk")
 
 
-STORY = Problem("story", "", "25+17=42\n42/2=21\n#### 21", "25+17/2")
-STEPS = Problem("countdown", "", "", "2,5,8,9=75")
-TWICE = Problem("countdown", "", "", "4,4,10=10")
+# Problem, right responses, wrong ones.
+VERDICTS = [
+    (
+        Problem("story", "", "25+17=42\n42/2=21\n#### 21", "25+17/2"),
+        # The integer after the first mark counts.
+        ["#### 21", "1+1=3\n####21 rolls", "#### 21.", "#### 21\n#### 5"],
+        [
+            "#### 5\n#### 21", "#### 210", "#### 2", "#### 21.5", "#### -21", "#### x 21", "21",
+            "####", "#### " + "1" * 5000,
+        ],
+    ),
+    (
+        Problem("countdown", "", "", "2,5,8,9=75"),
+        # Every line counts.
+        ["9-2=7\n8+7=15\n15*5=75", "9 - 2 = 7\n\n7+8=15\n 5*15=75\n\n", "9*8=72\n5-2=3\n72+3=75"],
+        [
+            "5*8=40\n40-2=38\n38+9=47",  # another target
+            "8+7=15\n9-2=7\n15*5=75",  # 7 is not there yet
+            "9-2=7\n8+7=15\n15*5=75\n75", "9-2=7\n8+7=15", "9*8=72\n5-2=3\n72+3=74",
+            "9*8=73\n5-2=3\n73+2=75", "9-2=7,8+7=15,15*5=75", "9/2=4\n8+4=12\n12*5=60",
+            "2-9=-7\n8--7=15\n15*5=75",
+        ],
+    ),
+    (
+        Problem("countdown", "", "", "4,4,10=10"),
+        ["4/4=1\n1*10=10", "4*10=40\n40/4=10"],
+        ["4-4=0\n0+10=10"],
+    ),
+]  # fmt: skip
 
 
-@pytest.mark.parametrize(
-    ("problem", "text", "right"),
-    [
-        (STORY, "#### 21", True),  # the integer after the first mark
-        (STORY, "1+1=3\n####21 rolls", True),
-        (STORY, "#### 21.", True),
-        (STORY, "#### 21\n#### 5", True),
-        (STORY, "#### 5\n#### 21", False),
-        (STORY, "#### 210", False),
-        (STORY, "#### 2", False),
-        (STORY, "#### 21.5", False),
-        (STORY, "#### -21", False),
-        (STORY, "#### x 21", False),
-        (STORY, "21", False),
-        (STORY, "####", False),
-        (STORY, "#### " + "1" * 5000, False),
-        (STEPS, "9-2=7\n8+7=15\n15*5=75", True),  # every line
-        (STEPS, "9 - 2 = 7\n\n7+8=15\n 5*15=75\n\n", True),
-        (STEPS, "5*8=40\n40-2=38\n38+9=47", False),  # another target
-        (STEPS, "8+7=15\n9-2=7\n15*5=75", False),  # 7 is not there yet
-        (STEPS, "9-2=7\n8+7=15\n15*5=75\n75", False),
-        (STEPS, "9-2=7\n8+7=15", False),
-        (STEPS, "9*8=72\n5-2=3\n72+3=75", True),
-        (STEPS, "9*8=72\n5-2=3\n72+3=74", False),
-        (STEPS, "9*8=73\n5-2=3\n73+2=75", False),
-        (STEPS, "9-2=7,8+7=15,15*5=75", False),
-        (STEPS, "9/2=4\n8+4=12\n12*5=60", False),
-        (STEPS, "2-9=-7\n8--7=15\n15*5=75", False),
-        (TWICE, "4-4=0\n0+10=10", False),
-        (TWICE, "4/4=1\n1*10=10", True),
-        (TWICE, "4*10=40\n40/4=10", True),
-    ],
-)
-def test_verdicts(problem, text, right):
-    assert check(problem, text) is right
+def test_verdicts():
+    for problem, right, wrong in VERDICTS:
+        assert [text for text in [*right, *wrong] if check(problem, text)] == right
 
 
 # What is generated
 
 
-def test_story_steps_follow_and_stay_in_range():
-    counts = []
+def test_story_steps_follow_and_its_words_tell_every_number_in_order():
+    """So that the story alone says the chain; doubling and tripling are words."""
+    words, counts = {"doubles": "2", "twice": "2", "triples": "3"}, []
     for problem in some("story"):
+        told = re.findall(r"\d+|doubles|twice|triples", problem.question)
+        assert [words.get(number, number) for number in told] == re.findall(r"\d+", problem.key)
         *steps, result = problem.answer.split("\n")
         value = re.match(r"\d+", problem.key)[0]
         chain = value
@@ -222,24 +221,11 @@ def test_story_steps_follow_and_stay_in_range():
     assert set(counts) == {1, 2, 3, 4, 5, 6}
 
 
-def test_story_tells_every_number_in_order():
-    """So that the story alone says the chain; doubling and tripling are words."""
-    words = {"doubles": "2", "twice": "2", "triples": "3"}
-    for problem in some("story"):
-        told = re.findall(r"\d+|doubles|twice|triples", problem.question)
-        assert [words.get(number, number) for number in told] == re.findall(r"\d+", problem.key)
-
-
 def test_countdown_tells_the_numbers_of_its_key():
-    counts = set()
     for problem in some("countdown"):
         *numbers, target = map(int, re.findall(r"\d+", problem.question))
         assert problem.key == f"{','.join(map(str, sorted(numbers)))}={target}"
-        assert all(1 <= number <= 12 for number in numbers)
-        assert 10 <= target <= 99
-        assert all(1 <= int(step.split("=")[1]) <= 99 for step in problem.answer.split("\n"))
-        counts.add(len(numbers))
-    assert counts == {3, 4}
+        assert len(numbers) in (3, 4) and max(numbers) <= 12 and 10 <= target <= 99
 
 
 def test_sudoku_has_one_solution():
@@ -261,7 +247,7 @@ def test_sudoku_has_one_solution():
                 yield "\n".join(grid)
 
     counts = set()
-    for problem in some("sudoku", 60):
+    for problem in some("sudoku", 40):
         title, *puzzle = problem.question.split("\n")
         assert title == "Sudoku:"
         assert problem.key == "".join(puzzle)
@@ -282,10 +268,10 @@ def test_any_text_round_trips_digit_by_digit(tokenizer, text):
     assert all(re.fullmatch(r" ?\d|[^0-9]+", piece) for piece in pieces)
 
 
-@pytest.mark.parametrize("task", DEFAULT_TASKS)
-def test_responses_fit_with_their_end(tokenizer, task):
-    lengths = [len(tokenizer(problem.answer).input_ids) + 1 for problem in some(task, 500)]
-    assert max(lengths) <= RESPONSE_LENGTH[task]
+def test_responses_fit_with_their_end(tokenizer):
+    for task in DEFAULT_TASKS:
+        lengths = [len(tokenizer(problem.answer).input_ids) + 1 for problem in some(task)]
+        assert max(lengths) <= RESPONSE_LENGTH[task]
 
 
 def test_special_tokens_have_fixed_ids_and_a_mark_is_one_token(tokenizer):
@@ -335,20 +321,16 @@ def test_the_bundled_tokenizer_is_made_of_the_tasks_that_its_models_know():
     assert made.chat_template == bundled.chat_template
 
 
-def test_a_tokenizer_of_other_tasks(tmp_path, capsys):
-    main(["--output", str(tmp_path / "a"), "--tasks", "story,coding", "--vocab-size", "1024"])
-    assert capsys.readouterr().out.endswith(f"tokens saved in {tmp_path / 'a'}\n")
-    loaded = load_tokenizer(str(tmp_path / "a"))
-    words = [loaded.decode([i]) for i in loaded("def rate(sizes):\n    for").input_ids]
+def test_other_tasks_and_vocabulary_sizes(capsys, tmp_path, monkeypatch):
+    monkeypatch.setattr("d2f.tasks.tokenizer.PROBLEMS_A_TASK", 300)
+    made = train_tokenizer(1024, tasks=["story", "coding"])
+    words = [made.decode([i]) for i in made("def rate(sizes):\n    for").input_ids]
     assert words == ["def", " rate", "(", "sizes", ")", ":", "\n", "    ", "for"]
-    with pytest.raises(SystemExit):
-        main(["--output", str(tmp_path / "b"), "--tasks", "chess"])
-    assert "task: got 'chess'; expected one of story, countdown, sudoku, coding" in (
-        capsys.readouterr().err
-    )
-
-
-def test_vocabulary_sizes():
-    with pytest.raises(ValueError, match="vocab_size must be at least 260, got 259"):
-        train_tokenizer(vocab_size=259)
+    for option, said in (
+        ("--tasks=chess", "task: got 'chess'; expected one of story, countdown, sudoku, coding"),
+        ("--vocab-size=259", "vocab_size must be at least 260, got 259"),
+    ):
+        with pytest.raises(SystemExit):
+            main(["--output", str(tmp_path / "b"), option])
+        assert said in capsys.readouterr().err
     assert len(train_tokenizer(vocab_size=300)) == 300

@@ -117,8 +117,7 @@ def test_the_command_decodes_trains_and_finds_configurations_by_name(installed):
 
 
 def test_training_outside_the_repository(installed):
-    words = ("-m", "accelerate.commands.launch", "--num_processes", "1", "-m", "distill.train")
-    installed.run(*words, "--config", "tiny-d2f", *SMALL, "--output", "run")
+    installed.run("d2f", "train", "--config", "tiny-d2f", *SMALL, "--output", "run")
     assert (installed.folder / "run" / "model" / "model.safetensors").is_file()
     card = (installed.folder / "run" / "model" / "README.md").read_text()
     assert "`d2f train --config config.yaml`" in card

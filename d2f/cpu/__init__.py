@@ -1,28 +1,151 @@
 """Run a decoding forward in C++ on a CPU, of models in fp32 or bf16 with layers of Llama's kind.
 
-A decoding step costs what reading the weights costs, and calling operators one by one costs a small
-model more than computing them. Here one call does a whole forward, from token ids to logits, by
-products that read packed weights at the speed of memory. A second call finds token and confidence
-in the logits. The code is the same for every model; PyTorch's compiler builds it once for this CPU
-and keeps it in its cache on disk. ``D2F_KERNELS=0`` leaves it out.
+A decoding step multiplies so few rows that it costs what reading the weights costs, and calling
+operators one by one costs a small model more than computing them. Here one call does a whole
+forward, from token ids to logits (forward.cpp): the weights are packed in the order in which
+products.cpp reads them, and layers with one input become one product, so that 8 rows cost little
+more than one. A second call finds token and confidence in the logits (confidence.cpp). The code is
+the same for every model; PyTorch's compiler builds it once for this CPU and keeps it in its cache
+on disk. ``D2F_KERNELS=0`` leaves it out.
 
 `compiled_rows` makes a model's forward; `scored` reads its logits.
 """
 
 from __future__ import annotations
 
+import ctypes
+import itertools
 import os
 import warnings
 from collections.abc import Callable
+from functools import cache
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
-from transformers import PreTrainedModel
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
 
+from d2f.attention import SpanPlan
 from d2f.cache import SlotCache
-from d2f.cpu.rows import NativeRows, fits, scored
-from d2f.gate import Gate
+from d2f.contract import DRAFT
+from d2f.parts import Gate
 from triton_kernels.dispatch import VARIABLE
 
-__all__ = ["NativeRows", "compiled_rows", "scored"]
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+DIMS = (8, 16, 32, 64, 80, 96, 128)  # head dimensions that forward.cpp has code for
+LANES = 16  # outputs of a block of packed weights
+SMALL = 1 << 20  # weights of a model below which waking other threads costs more than they save
+_BY_LENGTH = ("dynamic", "longrope")  # RoPE whose angles depend on the length of the sequence
+# Of the logits' size, between the plain forward and this one. In bf16 they round in other places.
+_TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 0.25}
+
+
+def source() -> str:
+    """Return the files one behind the other, as they use each other."""
+    names = ("vectors", "products", "attention", "forward", "confidence")
+    files = (Path(__file__).with_name(f"{name}.cpp") for name in names)
+    return "\n".join(file.read_text(encoding="utf-8") for file in files)
+
+
+@cache
+def library() -> Any:
+    """Compile for this CPU and load. Raises whatever a compiler raises."""
+    from torch._inductor.codecache import CppCodeCache
+
+    return CppCodeCache.load(source(), "cpu", extra_flags=("-ffp-contract=fast",))
+
+
+def fits(backbone: PreTrainedModel, gate: Gate | None = None) -> bool:
+    """Say whether the C++ code computes what this model computes: layers of the known types in fp32
+    or bf16 on a CPU, none replaced, hooked, quantised or split over processes, but for the adapter
+    of the gate."""
+    from transformers.models.llama.modeling_llama import LlamaModel
+    from transformers.models.qwen2.modeling_qwen2 import Qwen2Model
+    from transformers.models.qwen3.modeling_qwen3 import Qwen3Model
+
+    model = backbone.model
+    if type(model) not in (LlamaModel, Qwen2Model, Qwen3Model):
+        return False
+    rotary = getattr(model.rotary_emb, "rotary", model.rotary_emb)  # d2f.model.Fp32Rotary has one
+    linear = [one for layer in model.layers for group in _linear_layers(layer) for one in group]
+    hooked = list(model.modules())
+    if gate is not None:  # what is hooked there is its own
+        linear = [getattr(one, "base_layer", one) for one in linear]
+        hooked = [module for name, module in model.named_modules() if "lora_B" not in name]
+    return (
+        backbone.device.type == "cpu"
+        and backbone.dtype in _TOLERANCE
+        and backbone.config.hidden_act in ("silu", "swish")
+        and rotary.rope_type not in _BY_LENGTH
+        and all(layer.self_attn.head_dim in DIMS for layer in model.layers)
+        and all(type(one) is nn.Linear for one in [*linear, backbone.lm_head])
+        and all(type(parameter.data) is Tensor for parameter in model.parameters())
+        and not any(m._forward_hooks or m._forward_pre_hooks for m in hooked)
+    )
+
+
+def _linear_layers(layer: Any) -> list[list[Any]]:
+    """List a layer's linear layers, those with one input together, as `Block` has them."""
+    attention, mlp = layer.self_attn, layer.mlp
+    return [
+        [attention.q_proj, attention.k_proj, attention.v_proj],
+        [attention.o_proj],
+        [mlp.gate_proj, mlp.up_proj],
+        [mlp.down_proj],
+    ]
+
+
+def pack(weight: Tensor) -> Tensor:
+    """Lay a weight ``[O, I]`` out as products.cpp reads it, padded with zeros::
+
+    fp32  [O / 16, I, 16]        bf16  [O / 16, I / 2, 16, 2]
+    """
+    outputs, inputs = weight.shape
+    weight = F.pad(weight, (0, -inputs % LANES, 0, -outputs % LANES))
+    pair = 4 // weight.element_size()
+    return weight.view(-(-outputs // LANES), LANES, -1, pair).transpose(1, 2).contiguous()
+
+
+def _joined(parts: list[Tensor]) -> Tensor:
+    """Stack weights or biases of layers with one input. Of two, which are gate and up, blocks of 16
+    outputs alternate."""
+    if len(parts) != 2:
+        return torch.cat(parts)
+    rows = [F.pad(part, (0, 0) * (part.dim() - 1) + (0, -len(part) % LANES)) for part in parts]
+    blocks = [part.view(-1, LANES, *part.shape[1:]) for part in rows]
+    return torch.stack(blocks, 1).flatten(0, 2)
+
+
+def _structure(*fields: tuple[Any, str]) -> Any:
+    """Make a class that mirrors a C++ structure: types with the names of their fields."""
+    members = [(name, kind) for kind, names in fields for name in names.split()]
+    return type("Structure", (ctypes.Structure,), {"_fields_": members})
+
+
+_POINTER, _INT = ctypes.c_void_p, ctypes.c_int64
+# Those of the same names in products.cpp, forward.cpp and confidence.cpp.
+_Product = _structure((_POINTER, "weight bias"), (_INT, "inputs outputs"))
+_Adapter = _structure((_Product, "a b"))
+_Block = _structure(
+    (_Product, "qkv o gate_up down"),
+    (_POINTER, "before_attention before_mlp q_norm k_norm"),
+    (_Adapter, "to_qkv to_o to_gate_up to_down"),
+)
+_Model = _structure(
+    (_POINTER, "blocks embeddings"),
+    (_Product, "head"),
+    (_POINTER, "last_norm"),
+    (_INT, "count width inner heads kv_heads dim bf16"),
+    (ctypes.c_float, "eps scale"),
+)
+_Rows = _structure(
+    (_POINTER, "tokens positions places spans read rotary caches logits"),
+    (_INT, "rows ranges reads slots threads plain"),
+)
+_Scored = _structure((_POINTER, "logits named table"), (_INT, "rows vocabulary mask threads"))
 
 
 def compiled_rows(
@@ -47,3 +170,161 @@ def compiled_rows(
         )
         return None
     return rows
+
+
+class NativeRows:
+    """Compute logits of flat rows. Packed weights are a second copy.
+
+    gate: of a self-drafting model, whose adapter changes the rows that it names.
+    """
+
+    def __init__(self, backbone: PreTrainedModel, gate: Gate | None = None):
+        """Pack the weights. Raises whatever a compiler raises."""
+        self._library, self._gate = library(), gate
+        self._plain, self._head = backbone.model, backbone.lm_head
+        self._kept: list[Tensor] = []  # what the structures point to
+        model, config = backbone.model, backbone.config
+        first = model.layers[0].self_attn
+        self._blocks = (_Block * len(model.layers))(*map(self._block, model.layers))
+        self._model = _Model(
+            ctypes.addressof(self._blocks),
+            self._keep(model.embed_tokens.weight), self._product([backbone.lm_head]),
+            self._vector(model.norm.weight),
+            len(self._blocks), config.hidden_size, config.intermediate_size,
+            config.num_attention_heads, config.num_key_value_heads, first.head_dim,
+            backbone.dtype == torch.bfloat16, model.norm.variance_epsilon, first.scaling,
+        )  # fmt: skip
+        self._rotary = self._angles(min(config.max_position_embeddings, 4096))
+        self._small = sum(tensor.numel() for tensor in self._kept) < SMALL
+
+    def _keep(self, tensor: Tensor) -> int:
+        self._kept.append(tensor.detach().contiguous())
+        return self._kept[-1].data_ptr()
+
+    def _vector(self, weight: Tensor) -> int:
+        return self._keep(weight.detach().float())
+
+    def _block(self, layer: Any) -> Any:
+        attention = layer.self_attn
+        norms = [layer.input_layernorm, layer.post_attention_layernorm]
+        norms += [attention.q_norm, attention.k_norm] if hasattr(attention, "q_norm") else []
+        vectors = [self._vector(norm.weight) for norm in norms] + [None] * (4 - len(norms))
+        together = _linear_layers(layer)
+        adapters = map(self._adapter, together) if self._gate is not None else ()
+        return _Block(*map(self._product, together), *vectors, *adapters)
+
+    def _adapter(self, layers: list[Any]) -> Any:
+        """Pack what a LoRA adds to layers with one input as two products: all A below each other,
+        then each B, scaled, for the outputs of its own layer and A."""
+        own = [(layer, name) for layer in layers for name in getattr(layer, "lora_B", ())]
+        if not own:
+            return _Adapter()
+        a = [layer.lora_A[name].weight.detach() for layer, name in own]
+        a = [F.pad(part, (0, 0, 0, -len(part) % LANES)) for part in a]
+        dtype, starts = layers[0].weight.dtype, [0, *itertools.accumulate(map(len, a))]
+        b = {id(layer): a[0].new_zeros(layer.out_features, starts[-1]) for layer in layers}
+        for (layer, name), start in zip(own, starts, strict=False):
+            part = layer.lora_B[name].weight.detach() * layer.scaling[name]
+            b[id(layer)][:, start : start + part.shape[1]] = part
+        whole = _joined(list(b.values()))
+        return _Adapter(*(self._packed(part.to(dtype)) for part in (torch.cat(a), whole)))
+
+    def _product(self, layers: list[Any]) -> Any:
+        """Pack layers with one input as one product."""
+        weight = _joined([layer.weight.detach() for layer in layers])
+        bias = 0
+        if any(layer.bias is not None for layer in layers):
+            zeros = [layer.weight.new_zeros(layer.out_features) for layer in layers]
+            own = [
+                z if one.bias is None else one.bias for z, one in zip(zeros, layers, strict=True)
+            ]
+            bias = self._vector(_joined(own))
+        return self._packed(weight, bias)
+
+    def _packed(self, weight: Tensor, bias: int = 0) -> Any:
+        packed = pack(weight)
+        inputs = packed[0].numel() // LANES
+        return _Product(self._keep(packed), bias, inputs, len(weight))
+
+    def _angles(self, positions: int) -> Tensor:
+        """Cosines and sines ``[positions, 2, D]``."""
+        places = torch.arange(positions)[None]
+        with torch.inference_mode():
+            angles: tuple[Tensor, Tensor] = self._plain.rotary_emb(torch.empty(()), places)
+            return torch.stack([part[0].float() for part in angles], dim=1).contiguous()
+
+    def __call__(
+        self, tokens: Tensor, positions: Tensor, plan: SpanPlan, cache: SlotCache, read: Tensor
+    ) -> Tensor:
+        """Logits ``[N, V]``, in fp32, of the rows `read` ``[N]`` of rows ``[T]`` that are fed
+        through the cache."""
+        assert cache.slots is not None
+        spans, rows = plan.spans[0], len(tokens)
+        slots, plain = cache.slots, rows
+        if self._gate is not None and bool((drafts := tokens == DRAFT).any()):
+            # The adapter's rows behind the others.
+            order = drafts.to(torch.uint8).argsort(stable=True)
+            plain = rows - int(drafts.sum())
+            read = torch.empty_like(order).scatter_(0, order, torch.arange(rows))[read]
+            tokens = torch.where(drafts, self._gate.draft_id, tokens)
+            tokens, positions, slots, spans = (
+                part.index_select(0, order) for part in (tokens, positions, slots, spans)
+            )
+        if (needed := int(positions.max()) + 1) > len(self._rotary):
+            self._rotary = self._angles(2 * needed)
+        rotary = self._rotary  # held: another thread may put a larger one in its place
+        given = [part.contiguous() for part in (tokens, positions, slots, spans, read)]
+        buffers = [buffer.data_ptr() for pair in cache.layers for buffer in pair]
+        caches = (ctypes.c_void_p * len(buffers))(*buffers)
+        logits = torch.empty(len(read), self._model.head.outputs)
+        described = _Rows(
+            *(part.data_ptr() for part in given),
+            rotary.data_ptr(), ctypes.addressof(caches), logits.data_ptr(),
+            rows, spans.shape[1], len(read), cache.layers[0][0].shape[2],
+            1 if self._small else torch.get_num_threads(), plain,
+        )  # fmt: skip
+        if self._library.forward(ctypes.byref(self._model), ctypes.byref(described)):
+            raise RuntimeError(f"no code for a head dimension of {self._model.dim}")
+        return logits
+
+    @torch.inference_mode()
+    def check(self, new_cache: Callable[[int], SlotCache]) -> None:
+        """Raise AssertionError unless two forwards, the second on what the first has cached, give
+        the logits of the plain model."""
+        places = torch.arange(7)
+        # Spread over the vocabulary: the first ids are of tokens that text does not have.
+        tokens = places * self._plain.embed_tokens.num_embeddings // len(places)
+        if self._gate is not None:
+            tokens[5:] = DRAFT
+        caches = [new_cache(len(places)) for _ in range(2)]
+        for at, end in ((places[:4], 4), (places[4:], 7)):
+            plan = SpanPlan(torch.tensor([[[0, end]]] * len(at), dtype=torch.int32))
+            for each in caches:
+                each.slots = at
+            fed = tokens[at][None] if self._gate is None else self._gate.open(tokens[at][None])
+            hidden = self._plain(
+                input_ids=fed, position_ids=at[None], spans=plan,
+                past_key_values=caches[0], use_cache=True,
+            ).last_hidden_state[0]  # fmt: skip
+            plain: Tensor = self._head(hidden).float()
+            ours = self(tokens[at], at, plan, caches[1], torch.arange(len(at)))
+            error, size = ((x**2).mean().sqrt().item() for x in (ours - plain, plain))
+            if not error <= _TOLERANCE[hidden.dtype] * max(1.0, size):  # NaN is not
+                raise AssertionError(f"logits of about {size:.3g} differ by about {error:.2g}")
+
+
+def scored(logits: Tensor, mask_id: int | None, named: Tensor | None) -> Tensor:
+    """Score logits ``[N, V]``, fp32 on a CPU, as `triton_kernels.confidence` defines it.
+    It passes over the vocabulary twice, `confidence_reference` about ten times.
+
+    named: a token of each row, int64 ``[N]``, or None. Returns an fp64 table: ``[2, N]`` of token
+    and probability; with `named` ``[6, N]``: also named, named_log, entropy and margin.
+    """
+    logits, rows = logits.contiguous(), len(logits)
+    table = torch.empty(2 if named is None else 6, rows, dtype=torch.float64)
+    given = _Scored(
+        logits.data_ptr(), None if named is None else named.data_ptr(), table.data_ptr(),
+        rows, logits.shape[1], -1 if mask_id is None else mask_id, torch.get_num_threads(),
+    )  # fmt: skip
+    library().score(ctypes.byref(given))
+    return table

@@ -15,14 +15,16 @@ from transformers import PretrainedConfig, PreTrainedTokenizerBase
 from d2f.contract import PROMPT_RULES, Contract
 from d2f.errors import CheckpointError, not_one_of
 from d2f.families.family import Family, check_complete
+from d2f.quiet import quiet
 
 
 def find_families() -> dict[str, Family]:
     """Import the files of this folder; return families by name, those whose prompts see most
     first."""
-    modules = [
-        import_module(f"{__name__}.{found.name}") for found in pkgutil.iter_modules(__path__)
-    ]
+    with quiet():  # transformers' models import torchao where it is installed, which says much
+        modules = [
+            import_module(f"{__name__}.{one.name}") for one in pkgutil.iter_modules(__path__)
+        ]
     families = [module.FAMILY for module in modules if hasattr(module, "FAMILY")]
     families.sort(key=lambda f: (PROMPT_RULES.index(f.prompt_rule), f.logit_shift, f.name))
     return {family.name: family for family in families}
@@ -94,9 +96,9 @@ def published_contract(
     """Make the contract of an official checkpoint, which has none, from its family, the fields of
     its config.json (`raw`), its tokenizer and its name; return it and what had to be supposed.
 
-    strict: a mask of a plain causal model is an error. given: fields that the caller sets
-    instead. Raises CheckpointError for fields of
-    the wrong type, and where a mask id is needed and nothing names it.
+    strict: a mask of a plain causal model is an error. given: fields that the caller sets instead.
+    Raises CheckpointError for fields of the wrong type, and where a mask id is needed and nothing
+    names it.
     """
     vocabulary = {} if tokenizer is None else tokenizer.get_vocab()
     given, supposed = given or {}, []
@@ -187,11 +189,9 @@ def check_ids(place: str, contract: Contract, vocabulary: int) -> None:
             f"{place}: the mask id must not be one of the end ids {list(contract.end_ids)}, "
             f"got {mask}"
         )
-    one = {"mask_id": mask, "draft_id": contract.draft_id}
-    listed = {name: () if value is None else (value,) for name, value in one.items()}
-    for name, ids in (*listed.items(), ("end_ids", contract.end_ids)):
-        for i in ids:
-            if not 0 <= i < vocabulary:
-                raise CheckpointError(
-                    f"{place}: {name} must lie in the vocabulary [0, {vocabulary}), got {i}"
-                )
+    ids = [("mask_id", mask), ("draft_id", contract.draft_id)]
+    for name, i in (*ids, *(("end_ids", end) for end in contract.end_ids)):
+        if i is not None and not 0 <= i < vocabulary:
+            raise CheckpointError(
+                f"{place}: {name} must lie in the vocabulary [0, {vocabulary}), got {i}"
+            )

@@ -28,11 +28,10 @@ FAMILY = Family(
     architectures=(),
     classes=_CLASSES,
     make_config=_make_config,
-    reads=keys_of(*(kind.config_class for kind in _CLASSES)),
-    ignores={
-        "is_llama_config": "SmolLM's note that it is a Llama",
-        "transformers.js_config": "for another runtime",
-    },
+    knows=(
+        *keys_of(*(kind.config_class for kind in _CLASSES)),
+        *("is_llama_config", "transformers.js_config"),  # SmolLM's notes for others
+    ),
     logit_shift=1,
     rope_fp32=False,
     prompt_rule="causal",

@@ -26,12 +26,13 @@ class Family:
 
     Checkpoints:
 
-    name: in contracts and on command lines; the names of its official classes begin with it, in
-    any case. model_types: values of ``model_type`` in an official config.json. classes:
-    transformers' classes that run its weights. make_config: official config.json to the
-    configuration of one of them; raises CheckpointError for what they cannot express. key_mapping:
-    official weight name to transformers', as `from_pretrained` takes it (a regex with at most one
-    group): every weight, or empty where the names are the same. tokenizer: transformers' class for
+    name: in contracts and on command lines; the names of its official classes begin with it, in any
+    case. model_types: values of ``model_type`` in an official config.json. classes: transformers'
+    classes that run its weights. make_config: official config.json to the configuration of one of
+    them; raises CheckpointError for what they cannot express. knows: keys of an official
+    config.json that are read or may be left out; another one is an error. key_mapping: official
+    weight name to transformers', as `from_pretrained` takes it (a regex with at most one group):
+    every weight, or empty where the names are the same. tokenizer: transformers' class for
     tokenizer files whose own class is code of the checkpoint.
 
     Reading:
@@ -60,8 +61,7 @@ class Family:
     prompt_rule: PromptRule
     needs_mask: bool = True
     mask_id: int | None = None
-    reads: tuple[str, ...] = ()
-    ignores: Mapping[str, str] = field(default_factory=dict)
+    knows: tuple[str, ...] = ()
     key_mapping: Mapping[str, str] = field(default_factory=dict)
     tokenizer: Any = None
     end_tokens: tuple[str, ...] = ()
@@ -114,7 +114,7 @@ def keys_of(*kinds: Any) -> tuple[str, ...]:
 def check_keys(family: Family, raw: Mapping[str, Any]) -> None:
     """Raise CheckpointError for a key of config.json that is not off and that the family does not
     know: what it says may change the outputs."""
-    known = {*_ANY, *family.reads, *family.ignores}
+    known = {*_ANY, *family.knows}
     for key, value in raw.items():
         if value and key not in known and not key.startswith("_"):
             raise CheckpointError(

@@ -34,7 +34,7 @@ _MUST_BE = {
     "input_emb_norm": False,
     "scale_logits": False,
 }
-_TRAINING = {
+_TRAINING = {  # or how it is computed
     "attention_dropout": 0.0,
     "bias_for_layer_norm": False,
     "block_group_size": 1,
@@ -116,13 +116,11 @@ FAMILY = Family(
     architectures=("LLaDAModelLM", "LLaDAModel"),
     classes=(LlamaForCausalLM,),
     make_config=_make_config,
-    reads=(*_SIZES, *_MUST_BE, "weight_tying"),
-    ignores={
-        **dict.fromkeys(_TRAINING, "training, or how it is computed"),
-        "alibi_bias_max": "of ALiBi, which must be off",
-        "attention_layer_norm_with_affine": "of a norm that must be off",
-        "mlp_ratio": "mlp_hidden_size says it",
-    },
+    knows=(
+        *(*_SIZES, *_MUST_BE, *_TRAINING, "weight_tying"),
+        *("alibi_bias_max", "attention_layer_norm_with_affine"),  # of what must be off
+        "mlp_ratio",  # mlp_hidden_size says it
+    ),
     key_mapping=_KEYS,
     logit_shift=0,
     rope_fp32=True,  # config.json: rope_full_precision

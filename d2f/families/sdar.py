@@ -6,6 +6,10 @@ from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from d2f.families.family import Family, keys_of, renamed_config
 
+_TRAINING = (
+    "debug", "ep_size", "fuse_cross_entropy", "micro_forward", "skip_checkpoint", "use_deepep",
+)  # fmt: skip
+
 FAMILY = Family(
     name="sdar",
     model_types=("sdar", "SDAR"),
@@ -13,18 +17,7 @@ FAMILY = Family(
     classes=(Qwen3ForCausalLM,),
     make_config=renamed_config(Qwen3Config),
     mask_id=151669,
-    reads=(*keys_of(Qwen3Config), "block_size"),
-    ignores=dict.fromkeys(
-        (
-            "debug",
-            "ep_size",
-            "fuse_cross_entropy",
-            "micro_forward",
-            "skip_checkpoint",
-            "use_deepep",
-        ),
-        "how it was trained",
-    ),
+    knows=(*keys_of(Qwen3Config), "block_size", *_TRAINING),
     logit_shift=0,
     rope_fp32=False,
     prompt_rule="block_causal",

@@ -13,15 +13,16 @@ import ast
 import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from itertools import accumulate, pairwise
-from typing import Any
+from functools import lru_cache
+from textwrap import indent
+from typing import Any, NamedTuple
 
 import numpy as np
 
-from d2f.tasks.problem import Problem, pick, pick_integer
+from d2f.tasks.problem import Draft, Problem, pick, pick_integer
 
-# The parts of the functions: in words, as lines of Python, and in effect. In words and lines
-# {items} is the list, {n} one number of it, {k} and {m} are constants.
+# The parts of the functions, in words and as lines of Python. In both {items} is the list, {n} one
+# number of it, {k} and {m} are constants.
 
 NAMES = tuple(
     "compute measure evaluate collect reduce combine process transform gather rate weigh assess "
@@ -37,34 +38,24 @@ OPENINGS = (
 )
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Part:
     """Describe one thing that a function does.
 
-    words: wordings to choose from. lines: Python. effect: the same as a function of the value and
-    the constants. among: the values that k, and m, may have.
+    words: wordings to choose from. lines: Python. among: the values that k, and m, may have.
+    title, variable, add, is_ordered: of a result, which combines the numbers that remain. Its lines
+    stand before the loop and those of `add` at the end of the loop's body; what it returns is
+    `variable`; is_ordered: the order of the numbers matters.
     """
 
     name: str
     words: tuple[str, ...]
-    lines: tuple[str, ...]
-    effect: Callable[..., Any]
+    lines: str = ""
     among: tuple[range, ...] = ()
-
-
-@dataclass(frozen=True)
-class Result(Part):
-    """Combine the remaining numbers; its lines stand before the loop.
-
-    add: lines at the end of the loop's body. is_ordered: the order of the numbers matters. is_list:
-    the result is a list, else a number.
-    """
-
     title: str = ""
     variable: str = ""
-    add: tuple[str, ...] = ()
+    add: str = ""
     is_ordered: bool = False
-    is_list: bool = False
 
 
 SMALL, MIDDLE, LARGE = range(2, 10), range(1, 21), range(5, 31)
@@ -72,136 +63,114 @@ FEW = range(2, 6)
 
 # Done to the list, before the loop.
 CUTS = (
-    Part("all", ("",), (), lambda xs: xs),
+    Part("all", ("",)),
     Part("skip", ("Leave out the first {k}.", "Pass over the first {k}."),
-         ("{items} = {items}[{k}:]",), lambda xs, k: xs[k:], (FEW,)),
+         "{items} = {items}[{k}:]", (FEW,)),
     Part("only", ("Use no more than the first {k}.", "Stop after the first {k}."),
-         ("{items} = {items}[:{k}]",), lambda xs, k: xs[:k], (range(3, 8),)),
-    Part("second", ("Use every second one.", "Take every other one."),
-         ("{items} = {items}[::2]",), lambda xs: xs[::2]),
+         "{items} = {items}[:{k}]", (range(3, 8),)),
+    Part("second", ("Use every second one.", "Take every other one."), "{items} = {items}[::2]"),
 )  # fmt: skip
 # Added where the order counts.
 ORDERS = (
     Part("back", ("Go from the last to the first.", "Go through them backwards."),
-         ("{items} = {items}[::-1]",), lambda xs: xs[::-1]),
+         "{items} = {items}[::-1]"),
     Part("sort", ("Sort them.", "Go from the smallest to the largest."),
-         ("{items} = sorted({items})",), sorted),
+         "{items} = sorted({items})"),
 )  # fmt: skip
-
-# Done to each number in turn. effect: the number that it becomes, None where it is left out.
+# Done to each number in turn.
 STEPS = (
     Part("multiple", ("Keep only multiples of {k}.", "Leave out all but multiples of {k}."),
-         ("if {n} % {k} != 0:", "    continue"),
-         lambda n, k: None if n % k else n, (FEW,)),
+         "if {n} % {k} != 0:\n    continue", (FEW,)),
     Part("indivisible", ("Leave out multiples of {k}.", "Keep only what is no multiple of {k}."),
-         ("if {n} % {k} == 0:", "    continue"),
-         lambda n, k: n if n % k else None, (FEW,)),
+         "if {n} % {k} == 0:\n    continue", (FEW,)),
     Part("above", ("Keep only those above {k}.", "Leave out those of {k} or less."),
-         ("if {n} <= {k}:", "    continue"),
-         lambda n, k: n if n > k else None, (MIDDLE,)),
+         "if {n} <= {k}:\n    continue", (MIDDLE,)),
     Part("below", ("Keep only those below {k}.", "Leave out those of {k} or more."),
-         ("if {n} >= {k}:", "    continue"),
-         lambda n, k: n if n < k else None, (LARGE,)),
+         "if {n} >= {k}:\n    continue", (LARGE,)),
     Part("least", ("Keep only those of {k} or more.", "Leave out those below {k}."),
-         ("if {n} < {k}:", "    continue"),
-         lambda n, k: n if n >= k else None, (MIDDLE,)),
+         "if {n} < {k}:\n    continue", (MIDDLE,)),
     Part("most", ("Keep only those of {k} or less.", "Leave out those above {k}."),
-         ("if {n} > {k}:", "    continue"),
-         lambda n, k: n if n <= k else None, (LARGE,)),
-    Part("add", ("Add {k} to each.", "Increase each by {k}."),
-         ("{n} = {n} + {k}",), lambda n, k: n + k, (MIDDLE,)),
-    Part("subtract", ("Subtract {k} from each.", "Decrease each by {k}."),
-         ("{n} = {n} - {k}",), lambda n, k: n - k, (MIDDLE,)),
-    Part("multiply", ("Multiply each by {k}.", "Take {k} times each."),
-         ("{n} = {n} * {k}",), lambda n, k: n * k, (SMALL,)),
-    Part("square", ("Square each.", "Multiply each by itself."),
-         ("{n} = {n} * {n}",), lambda n: n * n),
+         "if {n} > {k}:\n    continue", (LARGE,)),
+    Part("add", ("Add {k} to each.", "Increase each by {k}."), "{n} = {n} + {k}", (MIDDLE,)),
+    Part("subtract", ("Subtract {k} from each.", "Decrease each by {k}."), "{n} = {n} - {k}",
+         (MIDDLE,)),
+    Part("multiply", ("Multiply each by {k}.", "Take {k} times each."), "{n} = {n} * {k}",
+         (SMALL,)),
+    Part("square", ("Square each.", "Multiply each by itself."), "{n} = {n} * {n}"),
     Part("divide", ("Divide each by {k}, rounding down.", "Divide each by {k} and round down."),
-         ("{n} = {n} // {k}",), lambda n, k: n // k, (SMALL,)),
+         "{n} = {n} // {k}", (SMALL,)),
     Part("remainder", ("Take the remainder of each by {k}.", "Reduce each modulo {k}."),
-         ("{n} = {n} % {k}",), lambda n, k: n % k, (range(3, 21),)),
+         "{n} = {n} % {k}", (range(3, 21),)),
     Part("absolute", ("Drop the sign of each.", "Take the absolute value of each."),
-         ("{n} = abs({n})",), lambda n: abs(n)),
+         "{n} = abs({n})"),
     Part("distance", ("Take the distance of each from {k}.", "Find how far each is from {k}."),
-         ("{n} = abs({n} - {k})",), lambda n, k: abs(n - k), (MIDDLE,)),
+         "{n} = abs({n} - {k})", (MIDDLE,)),
     Part("raise", ("Raise those below {k} to {k}.", "Make each at least {k}."),
-         ("{n} = max({n}, {k})",), lambda n, k: max(n, k), (MIDDLE,)),
-    Part("cap", ("Lower those above {k} to {k}.", "Make each at most {k}."),
-         ("{n} = min({n}, {k})",), lambda n, k: min(n, k), (LARGE,)),
+         "{n} = max({n}, {k})", (MIDDLE,)),
+    Part("cap", ("Lower those above {k} to {k}.", "Make each at most {k}."), "{n} = min({n}, {k})",
+         (LARGE,)),
     Part("lower above", ("Take {m} off those above {k}.", "Subtract {m} from those above {k}."),
-         ("if {n} > {k}:", "    {n} = {n} - {m}"),
-         lambda n, k, m: n - m if n > k else n, (MIDDLE, SMALL)),
+         "if {n} > {k}:\n    {n} = {n} - {m}", (MIDDLE, SMALL)),
     Part("lift below", ("Add {m} to those below {k}.", "Increase those below {k} by {m}."),
-         ("if {n} < {k}:", "    {n} = {n} + {m}"),
-         lambda n, k, m: n + m if n < k else n, (MIDDLE, SMALL)),
+         "if {n} < {k}:\n    {n} = {n} + {m}", (MIDDLE, SMALL)),
     Part("grow", ("Multiply multiples of {k} by {m}.", "Take {m} times the multiples of {k}."),
-         ("if {n} % {k} == 0:", "    {n} = {n} * {m}"),
-         lambda n, k, m: n if n % k else n * m, (FEW, SMALL)),
-    Part("fork", ("Add {k} to even ones, subtract {m} from odd ones.",
-                  "Increase even ones by {k} and decrease odd ones by {m}."),
-         ("if {n} % 2 == 0:", "    {n} = {n} + {k}", "else:", "    {n} = {n} - {m}"),
-         lambda n, k, m: n - m if n % 2 else n + k, (SMALL, SMALL)),
+         "if {n} % {k} == 0:\n    {n} = {n} * {m}", (FEW, SMALL)),
+    Part("fork",
+         ("Add {k} to even ones, subtract {m} from odd ones.",
+          "Increase even ones by {k} and decrease odd ones by {m}."),
+         "if {n} % 2 == 0:\n    {n} = {n} + {k}\nelse:\n    {n} = {n} - {m}", (SMALL, SMALL)),
 )  # fmt: skip
-
 RESULTS = (
-    Result("sum", ("Add them up.", "Take the sum."), ("total = 0",), sum,
-           title="Sum", variable="total", add=("total += {n}",)),
-    Result("count", ("Count those above {k}.", "Take how many are above {k}."), ("count = 0",),
-           lambda xs, k: sum(x > k for x in xs), (MIDDLE,),
-           title="Count", variable="count", add=("if {n} > {k}:", "    count += 1")),
-    Result("largest", ("Find the largest, or {k} if none is larger.",
-                       "Take the largest of them and {k}."),
-           ("best = {k}",), lambda xs, k: max([k, *xs]), (MIDDLE,),
-           title="Largest", variable="best", add=("if {n} > best:", "    best = {n}")),
-    Result("smallest", ("Find the smallest, or {k} if none is smaller.",
-                        "Take the smallest of them and {k}."),
-           ("best = {k}",), lambda xs, k: min([k, *xs]), (LARGE,),
-           title="Smallest", variable="best", add=("if {n} < best:", "    best = {n}")),
-    Result("turns", ("Add and subtract them in turn.",
-                     "Add the first, subtract the second, and so on."),
-           ("total = 0", "sign = 1"), lambda xs: sum(xs[::2]) - sum(xs[1::2]),
-           title="Alternating sum", variable="total",
-           add=("total += sign * {n}", "sign = -sign"), is_ordered=True),
-    Result("rises", ("Count those above the one before, the first against {k}.",
-                     "Take how many exceed the one before, which is {k} at first."),
-           ("count = 0", "before = {k}"),
-           lambda xs, k: sum(b > a for a, b in pairwise([k, *xs])), (MIDDLE,),
-           title="Number of rises", variable="count",
-           add=("if {n} > before:", "    count += 1", "before = {n}"), is_ordered=True),
-    Result("list", ("List them.", "Put them in a list."), ("result = []",), lambda xs: xs,
-           title="List", variable="result", add=("result.append({n})",),
-           is_ordered=True, is_list=True),
-    Result("totals", ("List the running totals.", "Put the sum so far in a list at each."),
-           ("total = 0", "result = []"), lambda xs: list(accumulate(xs)),
-           title="Running totals", variable="result",
-           add=("total += {n}", "result.append(total)"), is_ordered=True, is_list=True),
-    Result("records", ("List the largest so far at each, from {k} on.",
-                       "Put the largest so far, at least {k}, in a list at each."),
-           ("best = {k}", "result = []"),
-           lambda xs, k: list(accumulate(xs, max, initial=k))[1:], (MIDDLE,),
-           title="Running maximum", variable="result",
-           add=("best = max(best, {n})", "result.append(best)"), is_ordered=True, is_list=True),
+    Part("sum", ("Add them up.", "Take the sum."), "total = 0", title="Sum", variable="total",
+         add="total += {n}"),
+    Part("count", ("Count those above {k}.", "Take how many are above {k}."), "count = 0",
+         (MIDDLE,), title="Count", variable="count", add="if {n} > {k}:\n    count += 1"),
+    Part("largest",
+         ("Find the largest, or {k} if none is larger.", "Take the largest of them and {k}."),
+         "best = {k}", (MIDDLE,), title="Largest", variable="best",
+         add="if {n} > best:\n    best = {n}"),
+    Part("smallest",
+         ("Find the smallest, or {k} if none is smaller.", "Take the smallest of them and {k}."),
+         "best = {k}", (LARGE,), title="Smallest", variable="best",
+         add="if {n} < best:\n    best = {n}"),
+    Part("turns",
+         ("Add and subtract them in turn.", "Add the first, subtract the second, and so on."),
+         "total = 0\nsign = 1", title="Alternating sum", variable="total",
+         add="total += sign * {n}\nsign = -sign", is_ordered=True),
+    Part("rises",
+         ("Count those above the one before, the first against {k}.",
+          "Take how many exceed the one before, which is {k} at first."),
+         "count = 0\nbefore = {k}", (MIDDLE,), title="Number of rises", variable="count",
+         add="if {n} > before:\n    count += 1\nbefore = {n}", is_ordered=True),
+    Part("list", ("List them.", "Put them in a list."), "result = []", title="List",
+         variable="result", add="result.append({n})", is_ordered=True),
+    Part("totals", ("List the running totals.", "Put the sum so far in a list at each."),
+         "total = 0\nresult = []", title="Running totals", variable="result",
+         add="total += {n}\nresult.append(total)", is_ordered=True),
+    Part("records",
+         ("List the largest so far at each, from {k} on.",
+          "Put the largest so far, at least {k}, in a list at each."),
+         "best = {k}\nresult = []", (MIDDLE,), title="Running maximum", variable="result",
+         add="best = max(best, {n})\nresult.append(best)", is_ordered=True),
 )  # fmt: skip
-
 # Ends of the function: what it returns of {variable}, a number or a list.
-_AS_IT_IS = Part("as it is", ("Return it.", "Return that."), ("return {variable}",), lambda x: x)
+_AS_IT_IS = Part("as it is", ("Return it.", "Return that."), "return {variable}")
 NUMBER_ENDS = (
     _AS_IT_IS,
-    Part("times", ("Return {k} times that.", "Return it times {k}."),
-         ("return {variable} * {k}",), lambda x, k: x * k, (SMALL,)),
-    Part("plus", ("Return that plus {k}.", "Return {k} more than that."),
-         ("return {variable} + {k}",), lambda x, k: x + k, (MIDDLE,)),
+    Part("times", ("Return {k} times that.", "Return it times {k}."), "return {variable} * {k}",
+         (SMALL,)),
+    Part("plus", ("Return that plus {k}.", "Return {k} more than that."), "return {variable} + {k}",
+         (MIDDLE,)),
     Part("from", ("Return {k} minus that.", "Return that subtracted from {k}."),
-         ("return {k} - {variable}",), lambda x, k: k - x, (LARGE,)),
+         "return {k} - {variable}", (LARGE,)),
 )  # fmt: skip
 LIST_ENDS = (
     _AS_IT_IS,
-    Part("end", ("Return its last {k}.", "Return the last {k} of it."),
-         ("return {variable}[-{k}:]",), lambda x, k: x[-k:], (FEW,)),
+    Part("end", ("Return its last {k}.", "Return the last {k} of it."), "return {variable}[-{k}:]",
+         (FEW,)),
     Part("turned", ("Return it in reverse.", "Return it back to front."),
-         ("return {variable}[::-1]",), lambda x: x[::-1]),
+         "return {variable}[::-1]"),
 )  # fmt: skip
-
 
 MIN_STEPS, MAX_STEPS = 3, 6
 NUMBERS = range(-20, 41)  # in the tests
@@ -211,29 +180,18 @@ PROBES = ([7, -12, 31, 4, 18, -3, 25], [40, 3, -20, 14, 9, 22, -7], [-1, 16, 2, 
 LEAST_LEFT = 7  # of the numbers of PROBES, after any step
 
 
-@dataclass(frozen=True)
-class Filled:
-    """A part of the grammar with its constants."""
+class Filled(NamedTuple):
+    """A part with its constants."""
 
     part: Part
-    constants: tuple[int, ...]
-
-    @property
-    def key(self) -> str:
-        """Join name and constants, as in "lower above 3 5"."""
-        return " ".join([self.part.name, *map(str, self.constants)])
+    constants: tuple[int, ...] = ()
 
     def fill(self, text: str, **names: str) -> str:
-        """Words or a line with the constants and the names."""
+        """Put the constants and the names into words or lines."""
         return text.format(**dict(zip("km", self.constants, strict=False)), **names)
 
-    def apply(self, value: Any) -> Any:
-        """Apply it to a list or number."""
-        return self.part.effect(value, *self.constants)
 
-
-@dataclass(frozen=True)
-class Description:
+class Description(NamedTuple):
     """A whole function: what it does to the list, to each number, to those that remain, and to the
     result."""
 
@@ -243,57 +201,104 @@ class Description:
     end: Filled
 
     @property
+    def parts(self) -> tuple[Filled, ...]:
+        return (self.cut, *self.steps, self.result, self.end)
+
+    @property
     def key(self) -> str:
         """Join the parts in order, as in "skip 2, above 3, square, add 4, sum, times 2"."""
-        return ", ".join(part.key for part in (self.cut, *self.steps, self.result, self.end))
+        return ", ".join(" ".join([p.part.name, *map(str, p.constants)]) for p in self.parts)
 
-    def write(self, rng: np.random.Generator) -> Problem:
-        """Put it into words; rng chooses names and wording."""
+    def write(self, rng: np.random.Generator) -> tuple[str, str]:
+        """Return words and code; rng chooses names and wording."""
         items, n = pick(rng, ITEMS)
-        names = {"name": pick(rng, NAMES), "items": items, "n": n}
-        sentences = [pick(rng, OPENINGS).format(**names)]
-        for part in (self.cut, *self.steps, self.result, self.end):
-            sentences.append(part.fill(pick(rng, part.part.words), **names))
-        question = " ".join(filter(None, sentences))
-        return Problem("coding", question, self._code(names), self.key)
+        name = pick(rng, NAMES)
+        sentences = [pick(rng, OPENINGS).format(name=name, items=items)]
+        sentences += [part.fill(pick(rng, part.part.words)) for part in self.parts]
+        return " ".join(filter(None, sentences)), self.code(name, items, n)
 
-    def _code(self, names: dict[str, str]) -> str:
+    def code(self, name: str, items: str, n: str) -> str:
+        """Write it in Python; items, n: names of the list and of one of its numbers."""
         result = self.result.part
-        assert isinstance(result, Result)
-        names = {**names, "variable": result.variable}
-        before = [(self.cut, self.cut.part.lines), (self.result, result.lines)]
-        each = [*((step, step.part.lines) for step in self.steps), (self.result, result.add)]
-        after = [(self.end, self.end.part.lines)]
-
-        def block(parts: list[tuple[Filled, tuple[str, ...]]], indent: str = "    ") -> list[str]:
-            return [indent + part.fill(line, **names) for part, lines in parts for line in lines]
-
-        lines = [
-            "def {name}({items}):".format(**names),
-            f'    """{result.title} of what is left of the {names["items"]}."""',
-            *block(before),
-            "    for {n} in {items}:".format(**names),
-            *block(each, " " * 8),
-            *block(after),
+        names = {"items": items, "n": n, "variable": result.variable}
+        steps = [step.fill(step.part.lines, **names) for step in self.steps]
+        loop = "\n".join([*steps, self.result.fill(result.add, **names)])
+        before = [part.fill(part.part.lines, **names) for part in (self.cut, self.result)]
+        body = [
+            f'"""{result.title} of what is left of the {items}."""',
+            *filter(None, before),
+            f"for {n} in {items}:\n{indent(loop, '    ')}",
+            self.end.fill(self.end.part.lines, **names),
         ]
-        return "\n".join(lines)
+        return f"def {name}({items}):\n{indent(chr(10).join(body), '    ')}"
 
     def apply(self, numbers: list[int]) -> Any:
-        """Compute what the function returns."""
-        left = _apply(self.steps, self.cut.apply(numbers))
-        return self.end.apply(self.result.apply(left))
+        """Compute what the function returns, part by part."""
+        for cut, steps in ((self.cut, ()), *((_ALL, (step,)) for step in self.steps)):
+            numbers = _function(Description(cut, steps, _LIST, _RETURN))(numbers)
+        return _function(Description(_ALL, (), self.result, self.end))(numbers)
 
 
-def draw(rng: np.random.Generator) -> Description:
+_ALL, _RETURN = Filled(CUTS[0]), Filled(_AS_IT_IS)
+_LIST = Filled(next(part for part in RESULTS if part.name == "list"))
+
+
+@lru_cache(8192)
+def _function(description: Description) -> Callable[[list[int]], Any]:
+    space: dict[str, Any] = {}
+    exec(description.code("function", "items", "n"), space)
+    function: Callable[[list[int]], Any] = space["function"]
+    return function
+
+
+def draw(rng: np.random.Generator) -> Draft:
     """Draw MIN_STEPS to MAX_STEPS different steps, each of which changes some result."""
     result = pick(rng, RESULTS)
-    cuts = CUTS + ORDERS if result.is_ordered else CUTS
-    cut = _fill(rng, pick(rng, cuts))
-    end = _fill(rng, pick(rng, LIST_ENDS if result.is_list else NUMBER_ENDS))
+    cut = _fill(rng, pick(rng, CUTS + ORDERS if result.is_ordered else CUTS))
+    end = _fill(rng, pick(rng, LIST_ENDS if result.variable == "result" else NUMBER_ENDS))
     while True:
         found = Description(cut, _draw_steps(rng), _fill(rng, result), end)
         if _all_matter(found):
-            return found
+            return Draft(found.key, found.write)
+
+
+def _fill(rng: np.random.Generator, part: Part) -> Filled:
+    return Filled(part, tuple(pick(rng, among) for among in part.among))
+
+
+def _draw_steps(rng: np.random.Generator) -> tuple[Filled, ...]:
+    """Draw steps that each change what the ones before have left, and leave enough."""
+    count = pick_integer(rng, MIN_STEPS, MAX_STEPS)
+    steps: list[Filled] = []
+    numbers = [number for probe in PROBES for number in probe]
+    for place in rng.permutation(len(STEPS)).tolist():
+        step = _fill(rng, STEPS[place])
+        after = _function(Description(_ALL, (step,), _LIST, _RETURN))(numbers)
+        if after != numbers and len(after) >= LEAST_LEFT:
+            steps.append(step)
+            numbers = after
+        if len(steps) == count:
+            break
+    return tuple(steps)
+
+
+def _all_matter(found: Description) -> bool:
+    """Check that leaving out any one step changes the result on some probe."""
+    expected = [found.apply(probe) for probe in PROBES]
+    for place in range(len(found.steps)):
+        other = found._replace(steps=found.steps[:place] + found.steps[place + 1 :])
+        if [other.apply(probe) for probe in PROBES] == expected:
+            return False
+    return True
+
+
+def tests(problem: Problem) -> list[list[int]]:
+    """List the inputs that a response is tried with, a function of the key: the empty list, one
+    number, PROBES, random ones and all of NUMBERS."""
+    rng = np.random.default_rng(list(problem.key.encode()))
+    lengths = [pick_integer(rng, 1, LONGEST_TEST) for _ in range(RANDOM_TESTS)]
+    drawn = [[pick(rng, NUMBERS) for _ in range(length)] for length in lengths]
+    return [[], [0], *PROBES, *drawn, [NUMBERS[i] for i in rng.permutation(len(NUMBERS)).tolist()]]
 
 
 def check(problem: Problem, text: str) -> bool:
@@ -305,6 +310,9 @@ def check(problem: Problem, text: str) -> bool:
         return all(response(numbers) == reference(numbers) for numbers in tests(problem))
     except Refused:
         return False
+
+
+# The small Python that responses are written in.
 
 
 class Refused(Exception):
@@ -350,14 +358,12 @@ class Function:
             case _:
                 raise Refused
         nodes = list(ast.walk(tree))
-        texts = [n for n in nodes if isinstance(n, ast.Constant) and isinstance(n.value, str)]
-        docstrings = [n.value for n in nodes if isinstance(n, ast.Expr)]
-        if not all(map(_is_allowed, nodes)) or any(text not in docstrings for text in texts):
+        docstrings = [node.value for node in nodes if isinstance(node, ast.Expr)]
+        if not all(_is_allowed(node, docstrings) for node in nodes):
             raise Refused
         # A name assigned anywhere is local everywhere, even if a builtin has it.
-        names = [node for node in ast.walk(tree) if isinstance(node, ast.Name)]
-        assigned = {node.id for node in names if isinstance(node.ctx, ast.Store)} | {argument}
-        known = {key: value for key, value in BUILTINS.items() if key not in assigned}
+        stored = {n.id for n in nodes if isinstance(n, ast.Name) and isinstance(n.ctx, ast.Store)}
+        known = {key: BUILTINS[key] for key in BUILTINS.keys() - stored - {argument}}
         self._interpreter = _interpreter(known)
         self._interpreter.eval(program, show_errors=False, raise_errors=True)
         self._function = self._interpreter.symtable[name]
@@ -371,14 +377,16 @@ class Function:
             raise Refused from error
 
 
-def _is_allowed(node: ast.AST) -> bool:
-    if isinstance(node, ast.Attribute):
-        return node.attr == "append"
-    if isinstance(node, ast.Constant):  # text is a docstring
-        value = node.value
-        return isinstance(value, str) or (type(value) is int and value <= LARGEST)
-    if isinstance(node, ast.Call) and node.keywords:
-        return False
+def _is_allowed(node: ast.AST, docstrings: Sequence[ast.expr]) -> bool:
+    match node:
+        case ast.Attribute(attr=name):
+            return name == "append"
+        case ast.Constant(value=str()):
+            return node in docstrings
+        case ast.Constant(value=value):
+            return type(value) is int and value <= LARGEST
+        case ast.Call(keywords=[_, *_]):
+            return False
     return isinstance(node, SYNTAX)
 
 
@@ -393,7 +401,11 @@ def _interpreter(builtins: dict[str, Any]) -> Any:
             self.steps += 1
             if self.steps > MOST_STEPS:
                 raise Refused
-            return _bounded(super().run(node, *arguments, **options))
+            value = super().run(node, *arguments, **options)
+            is_large = isinstance(value, int) and abs(value) > LARGEST
+            if is_large or (isinstance(value, list) and len(value) > MOST_ITEMS):
+                raise Refused
+            return value
 
         def on_binop(self, node: ast.BinOp) -> Any:
             # A list times a number is refused before it is made.
@@ -410,7 +422,7 @@ def _interpreter(builtins: dict[str, Any]) -> Any:
                 old = self.run(ast.Name(node.target.id, ast.Load()))
                 if isinstance(old, list):
                     old += self.run(node.value)
-                    return _bounded(old)
+                    return None
             return super().on_augassign(node)
 
         def on_call(self, node: ast.Call) -> Any:
@@ -418,8 +430,7 @@ def _interpreter(builtins: dict[str, Any]) -> Any:
                 target, values = self.run(node.func.value), [self.run(a) for a in node.args]
                 if not isinstance(target, list) or not isinstance(values[0], int):
                     raise Refused
-                target.append(*values)
-                return _bounded(target) and None
+                return target.append(*values)
             return super().on_call(node)
 
     allowed = dict.fromkeys(("augassign", "for", "functiondef", "if"), True)
@@ -427,58 +438,3 @@ def _interpreter(builtins: dict[str, Any]) -> Any:
     interpreter.symtable.clear()
     interpreter.symtable.update(builtins)
     return interpreter
-
-
-def _bounded(value: Any) -> Any:
-    if isinstance(value, list) and len(value) > MOST_ITEMS:
-        raise Refused
-    if isinstance(value, int) and abs(value) > LARGEST:
-        raise Refused
-    return value
-
-
-def tests(problem: Problem) -> list[list[int]]:
-    """List the inputs that a response is tried with, a function of the key: the empty list, one
-    number, PROBES, random ones and all of NUMBERS."""
-    rng = np.random.default_rng(list(problem.key.encode()))
-    lengths = [pick_integer(rng, 1, LONGEST_TEST) for _ in range(RANDOM_TESTS)]
-    drawn = [[pick(rng, NUMBERS) for _ in range(length)] for length in lengths]
-    return [[], [0], *PROBES, *drawn, [NUMBERS[i] for i in rng.permutation(len(NUMBERS)).tolist()]]
-
-
-def _fill(rng: np.random.Generator, part: Part) -> Filled:
-    return Filled(part, tuple(pick(rng, among) for among in part.among))
-
-
-def _draw_steps(rng: np.random.Generator) -> tuple[Filled, ...]:
-    """Draw steps that each change what the ones before have left, and leave enough."""
-    count = pick_integer(rng, MIN_STEPS, MAX_STEPS)
-    steps: list[Filled] = []
-    numbers = [number for probe in PROBES for number in probe]
-    for place in rng.permutation(len(STEPS)).tolist():
-        step = _fill(rng, STEPS[place])
-        after = _apply([step], numbers)
-        if after != numbers and len(after) >= LEAST_LEFT:
-            steps.append(step)
-            numbers = after
-        if len(steps) == count:
-            break
-    return tuple(steps)
-
-
-def _all_matter(found: Description) -> bool:
-    """Check that leaving out any one step changes the result on some probe."""
-    expected = [found.apply(probe) for probe in PROBES]
-    for place in range(len(found.steps)):
-        others = (*found.steps[:place], *found.steps[place + 1 :])
-        other = Description(found.cut, others, found.result, found.end)
-        if all(other.apply(p) == e for p, e in zip(PROBES, expected, strict=True)):
-            return False
-    return True
-
-
-def _apply(steps: Sequence[Filled], numbers: list[int]) -> list[int]:
-    for step in steps:
-        effect, constants = step.part.effect, step.constants
-        numbers = [made for n in numbers if (made := effect(n, *constants)) is not None]
-    return numbers

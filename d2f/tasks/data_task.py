@@ -18,7 +18,6 @@ import hashlib
 import json
 import re
 from collections.abc import Mapping
-from itertools import islice
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -106,7 +105,7 @@ class TaskFile(Section):
     """Most tokens of a response."""
     judge: Text | dict[str, Any]
     """A name, or a mapping of name and options: exact, numeric, choice, regex, math, contains,
-    python, or a function of your own as module:function."""
+    countdown, python, or a function of your own as module:function."""
 
     @field_validator("prompt", "reference", "example", "system", "gen_prefix")
     @classmethod
@@ -181,7 +180,7 @@ class DataTask(Task):
     @property
     def identity(self) -> str:  # type: ignore[override]
         files = self.data_files or self.data_splits  # only files that were given can be read
-        places = [place for place in self._places if self._named(place) in files]
+        places = [at for at in self._places if self._split(at).partition("[")[0] in files]
         digests = sorted(self._source(place).digest for place in places)
         parts = [self.file.model_dump(mode="json"), self.judge.source, *digests]
         return hashlib.sha256(json.dumps(parts).encode()).hexdigest()
@@ -217,19 +216,16 @@ class DataTask(Task):
     # Rows.
 
     @property
+    def data_splits(self) -> list[str]:
+        """Splits of the data set that it may read, without their brackets."""
+        return sorted({self._split(place).partition("[")[0] for place in self._places})
+
+    @property
     def _places(self) -> set[str | None]:
         """Where the splits are: parts or files by name, None for shares of the data."""
         return {at if isinstance(at, str) else None for at in self.file.splits.values()}
 
-    @property
-    def data_splits(self) -> list[str]:
-        """Splits of the data set that it may read, without their brackets."""
-        return sorted({self._named(place) for place in self._places})
-
-    def _named(self, place: str | None) -> str:
-        return self._part(place).partition("[")[0]
-
-    def _part(self, place: str | None) -> str:
+    def _split(self, place: str | None) -> str:
         return place or self.file.split or "train"
 
     def _rows(self, split: str) -> list[Place]:
@@ -267,54 +263,42 @@ class DataTask(Task):
         """Open a split of the data set, or another file; None is `data` itself."""
         if place not in self._sources:
             try:
-                self._sources[place] = self._open(place)
+                source = self._sources[place] = self._open(place)
             except InputError as error:
                 raise InputError(f"{self.name}: {error}") from error
+            if source.columns is not None and not isinstance(self.judge, Own):  # it may read any
+                file = self.file
+                given = (file.prompt, file.reference, file.example, file.system, file.gen_prefix)
+                read = self.judge.columns.union(*(columns_of(one) for one in given if one))
+                read |= {*USUAL_PROMPTS, *USUAL_REFERENCES}
+                source.select(sorted(read & set(source.columns)))
         return self._sources[place]
 
     def _open(self, place: str | None) -> Source:
-        file, beside = self.file, self.folder / self.file.data
-        data = beside if beside.exists() else Path(file.data)
+        file, split = self.file, self._split(place)
         if self.data_files:
-            source = self._open_file(place)
-        elif data.is_file() or data.suffix in (".jsonl", ".json", ".parquet"):
+            name = split.partition("[")[0]
+            if name not in self.data_files:
+                few = file.few_shot
+                shown = few is not None and few.count and file.splits[few.split] == place
+                raise InputError(
+                    f"--data-files needs {name}=PATH too (its "
+                    f"{'few-shot examples' if shown else 'problems'})"
+                )
+            found = re.fullmatch(r"(?s)(.*?)(\[[^][]*\])?", self.data_files[name])
+            assert found is not None
+            return Source(found[1], is_file=True, parts=(f"rows{found[2] or ''}", split))
+        data = self._beside(file.data)
+        if data.is_file() or data.suffix in (".jsonl", ".json", ".parquet"):
             if file.dataset_config is not None or file.split is not None:
                 raise InputError("dataset_config and split are for data sets, not for a file")
-            if place is not None:
-                beside = self.folder / place
-                data = beside if beside.exists() else Path(place)
-            source = Source(str(data), is_file=True)
-        else:
-            split = place or file.split
-            name = str(data) if data.is_dir() else file.data
-            source = Source(name, is_file=False, config=file.dataset_config, split=split)
-        there = source.columns
-        if self.data_files and isinstance(first := source.attempt(0), Mapping):
-            there = list(first)  # lines of JSON have the columns of a data set too
-        if there is not None and not isinstance(self.judge, Own):  # which may read any column
-            given = (file.prompt, file.reference, file.example, file.system, file.gen_prefix)
-            columns = self.judge.columns.union(*(columns_of(one) for one in given if one))
-            if lacking := sorted(columns - set(there)):
-                raise InputError(
-                    f"{source.name} has no column {', '.join(lacking)}, it has {', '.join(there)}"
-                )
-            if source.columns is not None:
-                source.select(sorted(columns | {*USUAL_PROMPTS, *USUAL_REFERENCES} & set(there)))
-        return source
+            return Source(str(data if place is None else self._beside(place)), is_file=True)
+        name = str(data) if data.is_dir() else file.data
+        return Source(name, is_file=False, config=file.dataset_config, split=place or file.split)
 
-    def _open_file(self, place: str | None) -> Source:
-        """Open the local file that was given for a split of the data set."""
-        split, few = self._named(place), self.file.few_shot
-        if split not in self.data_files:
-            shown = few is not None and few.count and self.file.splits[few.split] == place
-            raise InputError(
-                f"--data-files needs {split}=PATH too (its "
-                f"{'few-shot examples' if shown else 'problems'})"
-            )
-        found = re.fullmatch(r"(?s)(.*?)(\[[^][]*\])?", self.data_files[split])
-        assert found is not None
-        parts = (f"rows{found[2] or ''}", self._part(place))
-        return Source(found[1], is_file=True, parts=parts)
+    def _beside(self, name: str) -> Path:
+        """Return the path of a file beside the task file, else of one of this name."""
+        return self.folder / name if (self.folder / name).exists() else Path(name)
 
     # Problems.
 
@@ -359,15 +343,8 @@ class DataTask(Task):
         A chat with examples in turns: system, user, assistant, user, assistant, user. In one text:
         examples and question with separators between them.
         """
-        file, asked = self.file, self._asked(row)
+        file, asked, pairs = self.file, self._asked(row), self._examples(row)
         system = [] if file.system is None else [render(file.system, row)]
-        pairs = [
-            (
-                self._asked(shown)[-1]["content"],
-                self._reference(shown) if file.example is None else render(file.example, shown),
-            )
-            for shown in self._shown(row)
-        ]
         first = [_message("system", text) for text in system]
         if file.chat and (file.few_shot is None or file.few_shot.turns):
             turns = [
@@ -383,23 +360,34 @@ class DataTask(Task):
             return file.separator.join([*system, *parts])
         return [*first, _message("user", file.separator.join(parts))]
 
-    def _shown(self, row: Row) -> list[Row]:
-        """Choose the rows of the examples before a row; it is never one of its own."""
+    def _examples(self, row: Row) -> list[tuple[str, str]]:
+        """Return what the examples before a row ask and answer; it is never one of its own."""
         few = self.file.few_shot
         if few is None or few.count is None:
-            return [] if few is None else list(few.examples)
+            return [] if few is None else [self._example(shown) for shown in few.examples]
         rows, own = self._rows(few.split), _key_of(row)
         order: Any = range(len(rows))
         if few.seed is not None:
             order = np.random.default_rng([few.seed, int(own[:15], 16)]).permutation(len(rows))
-        others = (shown for i in order if _key_of(shown := _read(rows[i])) != own)
-        found = list(islice(others, few.count))
-        if len(found) < few.count:
-            raise BadRecord(
-                f"few_shot.count must be at most {len(found)}, the other rows of {few.split}, got "
-                f"{few.count}"
-            )
-        return found
+        found: list[tuple[str, str]] = []
+        for source, number in (rows[i] for i in order):
+            if len(found) == few.count:
+                return found
+            try:
+                shown = _read((source, number))
+                found += [self._example(shown)] * (_key_of(shown) != own)
+            except BadRecord as error:
+                raise BadRecord(f"example {source.where(number)}: {error}") from error
+        if len(found) == few.count:
+            return found
+        raise BadRecord(
+            f"few_shot.count must be at most {len(found)}, the other rows of {few.split}, got "
+            f"{few.count}"
+        )
+
+    def _example(self, row: Row) -> tuple[str, str]:
+        asked, file = self._asked(row)[-1]["content"], self.file
+        return asked, self._reference(row) if file.example is None else render(file.example, row)
 
 
 def _read(place: Place) -> Row:

@@ -5,15 +5,17 @@ from __future__ import annotations
 import ast
 import hashlib
 import logging
+import operator
 import re
 import sys
-from abc import abstractmethod
 from collections.abc import Callable, Iterable
 from fractions import Fraction
 from importlib.util import find_spec
+from itertools import islice
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal
 
+import regex
 from pydantic import Field, PrivateAttr, field_validator, model_validator
 
 from d2f.config import Section, Switch, Text, check, find_attribute
@@ -37,9 +39,10 @@ class Judge(Section):
     source: ClassVar[str] = ""
     notice: ClassVar[str | None] = None
 
-    @abstractmethod
     def right(self, problem: Problem, text: str) -> bool:
         """Say whether a decoded response solves the problem. Never raises for any text."""
+        found = self.answer(text)
+        return found is not None and found == self.answer(problem.answer)
 
     def answer(self, text: str) -> str | None:
         """Extract the answer, so that a majority vote can count equal ones; None without one."""
@@ -55,9 +58,6 @@ class Exact(Judge):
     name: ClassVar[str] = "exact"
     ignore_case: Switch = False
     """Ignore upper and lower case."""
-
-    def right(self, problem: Problem, text: str) -> bool:
-        return self.answer(text) == self.answer(problem.answer)
 
     def answer(self, text: str) -> str | None:
         return text.strip().casefold() if self.ignore_case else text.strip()
@@ -91,8 +91,8 @@ class Regex(Judge):
     def _compiles(cls, pattern: str) -> str:
         try:
             with bounded():
-                re.compile(pattern, re.MULTILINE)
-        except (re.error, RecursionError, OverflowError, TimeoutError, MemoryError) as error:
+                regex.compile(pattern, regex.MULTILINE)
+        except (regex.error, RecursionError, OverflowError, TimeoutError, MemoryError) as error:
             raise ValueError(f"{pattern[:60]!r} is no regular expression: {error}") from error
         return pattern
 
@@ -101,15 +101,19 @@ class Regex(Judge):
 
     def answer(self, text: str) -> str | None:
         try:
-            with bounded():
-                found = list(re.finditer(self.pattern, text, re.MULTILINE))
+            with bounded() as seconds:
+                every = regex.finditer(self.pattern, text, regex.MULTILINE, timeout=seconds)
+                found = list(islice(every, 1) if self.take == "first" else every)
         except (TimeoutError, MemoryError):
-            found = []
+            return None
         if not found:
             return None
-        chosen = found[0 if self.take == "first" else -1]
-        value: str | None = chosen[1 if chosen.re.groups else 0]
+        value: str | None = found[-1][1 if found[-1].re.groups else 0]
         return value and value.strip()
+
+
+def _unlike(wanted: str, reference: str) -> BadRecord:
+    return BadRecord(f"expected {wanted}, got {reference[-60:]!r}")
 
 
 # Numbers: 1,234.50, -$7, .5, 1e-05, 3/4, 1 3/4, \frac{3}{4}. A minus is a sign where no number or
@@ -143,9 +147,7 @@ class Numeric(Judge):
     def check(self, problem: Problem) -> None:
         reference = problem.answer
         if _marked_number(reference) is None and len(_values(_NUMBER.finditer(reference))) != 1:
-            raise BadRecord(
-                f"expected one number as the reference, or one behind ####, got {reference[-60:]!r}"
-            )
+            raise _unlike("one number as the reference, or one behind ####", reference)
 
     def answer(self, text: str) -> str | None:
         found = _number(text)
@@ -189,16 +191,9 @@ class Choice(Judge):
     letters: Annotated[str, Field(pattern="^[A-Z]{2,26}$")] = "ABCD"
     """The letters to choose from."""
 
-    def right(self, problem: Problem, text: str) -> bool:
-        chosen = self.answer(text)
-        return chosen is not None and chosen == self.answer(problem.answer)
-
     def check(self, problem: Problem) -> None:
         if self.answer(problem.answer) is None:
-            raise BadRecord(
-                f"expected one of the letters {self.letters} as the reference, got "
-                f"{problem.answer[:60]!r}"
-            )
+            raise _unlike(f"one of the letters {self.letters} as the reference", problem.answer)
 
     def answer(self, text: str) -> str | None:
         # I is a word where another one follows; A letter within a word is none.
@@ -247,9 +242,7 @@ class Math(Judge):
 
     def check(self, problem: Problem) -> None:
         if not _expressions(_marked(problem.answer)):
-            raise BadRecord(
-                f"expected an expression as the reference, got {problem.answer[-60:]!r}"
-            )
+            raise _unlike("an expression as the reference", problem.answer)
 
     def answer(self, text: str) -> str | None:
         found = _expressions(text)
@@ -267,14 +260,12 @@ def _expressions(text: str) -> list[Any]:
 
 def _last_box(text: str) -> str | None:
     r"""Find the last ``\boxed{...}`` whose braces close."""
-    start = text.rfind("\\boxed{")
-    while start >= 0:
+    for start in reversed([found.start() for found in re.finditer(r"\\boxed\{", text)]):
         depth = 0
-        for place in range(start + len("\\boxed"), len(text)):
-            depth += {"{": 1, "}": -1}.get(text[place], 0)
+        for brace in re.finditer("[{}]", text[start:]):
+            depth += 1 if brace[0] == "{" else -1
             if depth == 0:
-                return text[start : place + 1]
-        start = text.rfind("\\boxed{", 0, start)
+                return text[start : start + brace.end()]
     return None
 
 
@@ -283,6 +274,56 @@ def _marked(reference: str) -> str:
     reference = reference.replace("\\$", "")
     is_marked = "\\boxed" in reference or "$" in reference
     return reference if is_marked else f"\\boxed{{{reference}}}"
+
+
+class Countdown(Judge):
+    r"""The last ``\boxed{(3 + 4) * 5}`` of the response uses each number of the row's column
+    `input` ("3,4,5") once and comes to its `output`, as the WINO papers pose Countdown. As in the
+    official code, an equals sign and what follows it is ignored."""
+
+    name: ClassVar[str] = "countdown"
+    columns: ClassVar[set[str]] = {"input", "output"}
+
+    def right(self, problem: Problem, text: str) -> bool:
+        numbers, target = _countdown(problem)
+        _, box, after = text.rpartition("\\boxed{")
+        expression = after.partition("}")[0].partition("=")[0]
+        for latex, sign in {r"\times": "*", r"\cdot": "*", r"\div": "/"}.items():
+            expression = expression.replace(latex, sign)
+        used = sorted(map(int, re.findall("[0-9]+", expression[: _LONGEST + 1])))
+        if not box or len(expression) > _LONGEST or used != numbers:
+            return False
+        try:
+            return _arithmetic(ast.parse(expression.strip(), mode="eval").body) == target
+        except (SyntaxError, ValueError, ZeroDivisionError):
+            return False
+
+    def check(self, problem: Problem) -> None:
+        try:
+            _countdown(problem)
+        except (KeyError, ValueError) as error:
+            raise BadRecord("expected whole numbers as input (3,4,5) and output (35)") from error
+
+
+_LONGEST = 200  # characters of an expression
+_OPERATORS = {ast.Add: operator.add, ast.Sub: operator.sub, ast.Mult: operator.mul,
+              ast.Div: operator.truediv}  # fmt: skip
+
+
+def _countdown(problem: Problem) -> tuple[list[int], int]:
+    row = problem.row
+    return sorted(map(int, str(row["input"]).split(","))), int(row["output"])
+
+
+def _arithmetic(node: ast.expr) -> Fraction:
+    """Evaluate exactly. Raises ValueError for anything but whole numbers and + - * /."""
+    match node:
+        case ast.Constant(value=value) if type(value) is int:
+            return Fraction(value)
+        case ast.BinOp(left, op, right) if type(op) in _OPERATORS:
+            found: Fraction = _OPERATORS[type(op)](_arithmetic(left), _arithmetic(right))
+            return found
+    raise ValueError("no arithmetic")
 
 
 class Python(Judge):
@@ -409,7 +450,8 @@ class Own(Judge):
 
 
 JUDGES: dict[str, type[Judge]] = {
-    judge.name: judge for judge in (Exact, Numeric, Choice, Regex, Math, Contains, Python)
+    judge.name: judge
+    for judge in (Exact, Numeric, Choice, Regex, Math, Contains, Countdown, Python)
 }
 CodeExecution = bool | Literal["unsafe"]
 """May code that a model wrote be run; "unsafe": also where it cannot be kept from the network and
@@ -431,8 +473,10 @@ def make_judge(
     """
     options: dict[str, Any] = {"name": given} if isinstance(given, str) else dict(given)
     name = options.pop("name", None)
+    if name == "d2f.tasks.countdown:reaches":  # as older task files call it
+        name = Countdown.name
     if isinstance(name, str) and name.count(":") == 1:
-        if from_file and not allow_code_execution and not name.startswith("d2f."):
+        if from_file and not allow_code_execution:
             raise InputError(
                 f"{where}: the judge {name} is code of this file's choice: give "
                 "--allow-code-execution if you trust it"

@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 import resource
-import signal
 import sys
 import threading
-from collections.abc import Iterator, Mapping, Sequence
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
+from functools import lru_cache
 from pathlib import Path
-from typing import Any, Protocol, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
-from jinja2 import StrictUndefined, TemplateError, meta
+from jinja2 import StrictUndefined, Template, TemplateError, UndefinedError, meta
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from d2f.data import BadRecord
@@ -22,7 +23,7 @@ from d2f.errors import InputError
 Item = TypeVar("Item")
 Message = dict[str, Any]
 """`role` and `content`; a last one of the assistant's with `prefix` true is the beginning of the
-answer (as in Mistral's and DeepSeek's API), which `d2f.chat` leaves open."""
+answer (as in Mistral's and DeepSeek's API), which `d2f.tokenizer` leaves open."""
 
 
 @dataclass(frozen=True)
@@ -51,15 +52,14 @@ class Problem:
         return self.given if isinstance(self.given, str) else list(self.given)
 
 
-class Draft(Protocol):
-    """A problem drawn but not yet put into words: enough to know its split."""
+class Draft(NamedTuple):
+    """A problem drawn but not yet put into words: enough to know its split.
 
-    @property
-    def key(self) -> str:
-        """Return the key of the problem that `write` makes."""
+    write: make question and answer; the random numbers choose the words.
+    """
 
-    def write(self, rng: np.random.Generator) -> Problem:
-        """Put it into words; rng chooses them."""
+    key: str
+    write: Callable[[np.random.Generator], tuple[str, str]]
 
 
 def pick(rng: np.random.Generator, items: Sequence[Item]) -> Item:
@@ -104,33 +104,45 @@ def render(template: str, row: Mapping[str, Any]) -> str:
     """Render a template with a row. Raises BadRecord."""
     try:
         with bounded():
-            text = _ENVIRONMENT.from_string(template).render(row)
+            text = _compiled(template).render(row)
         text.encode()
     except Exception as error:  # of the template's own arithmetic too
-        raise BadRecord(
-            f"the template {template[:60]!r}: {error or type(error).__name__}"
-        ) from error
+        why = str(error) or type(error).__name__
+        if isinstance(error, UndefinedError):
+            why += f", there are {', '.join(map(str, row))}"
+        raise BadRecord(f"the template {template[:60]!r}: {why}") from error
     return text
 
 
+@lru_cache(1000)
+def _compiled(template: str) -> Template:
+    return _ENVIRONMENT.from_string(template)
+
+
+_ONE_AT_A_TIME = threading.Lock()  # the limit of memory is that of the process
+
+
 @contextmanager
-def bounded() -> Iterator[None]:
-    """Bound what a task file's templates and patterns take: TimeoutError after SECONDS, and
-    MemoryError beyond MEGABYTES more than there are. Time is bounded in the main thread alone."""
+def bounded() -> Iterator[float]:
+    """Bound what a task file's templates and patterns take, in any thread: TimeoutError after
+    SECONDS of Python code, MemoryError beyond MEGABYTES more than there are. Yields SECONDS, for
+    code that is not Python's."""
 
-    def stop(*_: object) -> None:
-        raise TimeoutError(f"takes more than {SECONDS:g} seconds")
+    def stop(*_: object) -> Any:
+        if time.monotonic() > deadline:
+            raise TimeoutError(f"takes more than {SECONDS:g} seconds")
+        return stop
 
-    limits = resource.getrlimit(resource.RLIMIT_AS)
-    with ExitStack() as stack:
+    with _ONE_AT_A_TIME, ExitStack() as stack:
         if sys.platform == "linux":
+            limits = resource.getrlimit(resource.RLIMIT_AS)
             pages = int(Path("/proc/self/statm").read_text().split()[0])
             most = pages * resource.getpagesize() + MEGABYTES * 2**20
             finite = [limit for limit in (most, *limits) if limit != resource.RLIM_INFINITY]
             stack.callback(resource.setrlimit, resource.RLIMIT_AS, limits)
             resource.setrlimit(resource.RLIMIT_AS, (min(finite), limits[1]))
-        if threading.current_thread() is threading.main_thread():
-            stack.callback(signal.signal, signal.SIGALRM, signal.signal(signal.SIGALRM, stop))
-            timer = signal.setitimer(signal.ITIMER_REAL, SECONDS)
-            stack.callback(signal.setitimer, signal.ITIMER_REAL, *timer)
-        yield
+        # Called before each line that this thread runs; a signal would come to the main one alone.
+        stack.callback(sys.settrace, sys.gettrace())
+        deadline = time.monotonic() + SECONDS
+        sys.settrace(stop)
+        yield SECONDS

@@ -21,10 +21,10 @@ import d2f
 from d2f.checkpoint import base_of_adapter, folder_of, stored, weight_files
 from d2f.device import parse_device, parse_dtype
 from d2f.errors import InputError
-from d2f.loading import load_tokenizer
 from d2f.model import DiffusionModel
 from d2f.models import resolve
 from d2f.quiet import quiet
+from d2f.tokenizer import load_tokenizer
 from decode.api import stream
 from decode.cli import DecoderSettings
 from decode.compare.client import Answer, Run

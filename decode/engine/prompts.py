@@ -7,9 +7,9 @@ from dataclasses import replace
 from numbers import Integral
 from typing import Any
 
-from d2f import chat
 from d2f.errors import InputError, repr_of
 from d2f.model import DiffusionModel
+from d2f.tokenizer import encode as encode_chat
 from decode.decoders.base import DEFAULT_MAX_NEW_TOKENS, Decoder
 
 Message = Mapping[str, Any]
@@ -57,10 +57,10 @@ def encode(model: DiffusionModel, prompt: Prompt, where: str, *, raw: bool = Fal
             raise InputError(f"chat messages need a chat template, {model.path} has none")
         if text is not None and (raw or tokenizer.chat_template is None):
             # Here the tokenizer adds its own special tokens; a chat template writes them itself,
-            # so `chat.encode` adds none: the BOS would be doubled.
+            # so `encode_chat` adds none: the BOS would be doubled.
             return list(tokenizer(text)["input_ids"])
         messages = parts if text is None else [{"role": "user", "content": text}]
-        return chat.encode(tokenizer, messages)
+        return encode_chat(tokenizer, messages)
     except InputError as error:
         raise InputError(f"{where}: {error}") from error
     except (UnicodeEncodeError, TypeError) as error:  # half of a surrogate pair

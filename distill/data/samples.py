@@ -20,9 +20,9 @@ import numpy as np
 from numpy.typing import NDArray
 from transformers import PreTrainedTokenizerBase
 
-from d2f import chat
 from d2f.data import LINE, BadRecord, load_rows
 from d2f.errors import InputError
+from d2f.tokenizer import render
 from distill.config import Columns, Data
 
 Messages = list[dict[str, str]]
@@ -211,7 +211,7 @@ class Encoder:
         messages, response = read_pair(row, self.layout)
         if self.templated:
             try:
-                return chat.render(self.tokenizer, messages), response
+                return render(self.tokenizer, messages), response
             except InputError as error:
                 raise BadRecord(str(error)) from error
         if len(messages) > 1:

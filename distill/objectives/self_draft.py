@@ -1,10 +1,10 @@
 """Self-drafting: an autoregressive model learns to guess its next tokens, and stays what it is.
 
-A LoRA changes draft rows only (`d2f.gate`). Behind an anchor, a token of the answer, stand `drafts`
-draft rows. Each sees the text up to the anchor and the draft rows before it, and has the position
-of the token that it stands for. It learns what the clean row of that position predicts, which has
-seen the tokens in between. Clean rows see no draft row and no adapter, so the model is its own
-teacher, in the same forward.
+A LoRA changes draft rows only (`d2f.parts.Gate`). Behind an anchor, a token of the answer, stand
+`drafts` draft rows. Each sees the text up to the anchor and the draft rows before it, and has the
+position of the token that it stands for. It learns what the clean row of that position predicts,
+which has seen the tokens in between. Clean rows see no draft row and no adapter, so the model is
+its own teacher, in the same forward.
 
 A prompt p q and an answer a b c d with two anchors (q and b) and two draft rows V each:
 
@@ -34,9 +34,8 @@ from d2f.config import Tokens
 from d2f.contract import DRAFT
 from d2f.convert import reserved_tokens
 from d2f.errors import InputError
-from d2f.gate import Gate
 from d2f.model import DiffusionModel
-from d2f.parts import ModelParts
+from d2f.parts import Gate, ModelParts
 from distill.config import Lora, Module, Options, TrainConfig
 from distill.data.samples import Sample
 from distill.objectives.base import Batch, Fed, Objective, TrainingPlan, gathered

@@ -1,22 +1,22 @@
 """The task coding: its descriptions, its references, and the small Python that judges responses."""
 
 import re
-from itertools import pairwise, product
+from itertools import pairwise
 
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from transformers import AutoTokenizer
 
-from d2f.tasks import TASKS, Problem, check, coding, find_task, make_problem, make_problems
-from d2f.tasks import coding as grammar
+from d2f import models
+from d2f.tasks import Problem, check, coding, make_problem, make_problems
 from d2f.tasks.coding import Function, Refused
 from d2f.tasks.task import RESPONSE_LENGTH
-from d2f.tasks.tokenizer import train_tokenizer
 
 PARTS = (
-    *grammar.CUTS, *grammar.ORDERS, *grammar.STEPS, *grammar.RESULTS, *grammar.NUMBER_ENDS,
-    *grammar.LIST_ENDS,
+    *coding.CUTS, *coding.ORDERS, *coding.STEPS, *coding.RESULTS, *coding.NUMBER_ENDS,
+    *coding.LIST_ENDS,
 )  # fmt: skip
 OTHER = {"<": ">", ">": "<", "==": "!=", "!=": "==", "+": "-", "-": "+", "*": "+", "//": "%",
          "%": "//", "min": "max", "max": "min", "abs": "sum", "sorted": "len", "continue": "return",
@@ -75,46 +75,22 @@ def programs(draw):
 # The descriptions
 
 
-@settings(derandomize=True, deadline=None, max_examples=200)
-@given(st.integers(0, 10**6), lists)
-def test_a_reference_does_what_is_described(seed, numbers):
-    """The effects of the parts are told without any code."""
-    rng = np.random.default_rng(seed)
-    description = coding.draw(rng)
-    problem = description.write(rng)
-    assert problem.key == description.key
-    expected = description.apply(numbers)
-    assert Function(problem.answer, name_of(problem))(numbers) == expected
+@settings(derandomize=True, deadline=None, max_examples=60)
+@given(problems, lists)
+def test_a_reference_means_to_asteval_what_it_means_to_python(problem, numbers):
     space = {}
     exec(problem.answer, space)
-    assert space[name_of(problem)](list(numbers)) == expected
+    expected = space[name_of(problem)](list(numbers))
+    assert Function(problem.answer, name_of(problem))(numbers) == expected
 
 
-@pytest.mark.parametrize("part", [*grammar.STEPS, *grammar.RESULTS], ids=lambda part: part.name)
-def test_the_lines_of_a_part_do_what_its_effect_says(part):
-    """For any constants, at each number: where a comparison turns, too."""
-    plain = (grammar.CUTS[0], grammar.STEPS[6], grammar.RESULTS[6], grammar.NUMBER_ENDS[0])
-    cut, step, result, end = (coding.Filled(one, (1,) * len(one.among)) for one in plain)
-    for constants in product(*part.among):
-        filled = coding.Filled(part, constants)
-        is_step = part in grammar.STEPS
-        chosen = ((filled,), result) if is_step else ((step,), filled)
-        description = coding.Description(cut, *chosen, end)
-        problem = description.write(np.random.default_rng(0))
-        space = {}
-        exec(problem.answer, space)
-        for numbers in [list(range(-30, 40))] if is_step else [[n, n] for n in range(35)]:
-            assert space[name_of(problem)](list(numbers)) == description.apply(numbers)
-
-
-@pytest.mark.parametrize("part", PARTS, ids=lambda part: part.name)
-def test_the_words_tell_what_the_lines_do(part):
+def test_the_words_tell_what_the_lines_do():
     """Any words of a part name the constants of its lines, and no others."""
-    lines = "".join((*part.lines, *getattr(part, "add", ())))
-    used = {c for c in ("{k}", "{m}") if c in lines}
-    assert used == {"{k}", "{m}"} & set(["{k}", "{m}"][: len(part.among)])
-    for words in part.words:
-        assert {c for c in ("{k}", "{m}") if c in words} == used
+    for part in PARTS:
+        used = {c for c in ("{k}", "{m}") if c in part.lines + part.add}
+        assert used == set(["{k}", "{m}"][: len(part.among)]), part.name
+        for words in part.words:
+            assert {c for c in ("{k}", "{m}") if c in words} == used, part.name
 
 
 def test_what_is_written_stays_what_it_was():
@@ -143,26 +119,26 @@ def test_what_is_written_stays_what_it_was():
 
 def test_there_are_enough_problems_and_every_part_comes_up():
     rng = np.random.default_rng(0)
-    found = [coding.draw(rng) for _ in range(1500)]
-    assert len({one.key for one in found}) == len(found)  # of 1e6, about one pair would be equal
-    named = {filled.part for one in found for filled in (one.cut, *one.steps, one.result, one.end)}
-    assert named == set(PARTS)
-    assert {len(one.steps) for one in found} == {3, 4, 5, 6}
+    keys = [coding.draw(rng).key for _ in range(800)]
+    assert len(set(keys)) == len(keys)  # of 1e6, about one pair would be equal
+    parts = [[re.sub(r"( \d+)+$", "", part) for part in key.split(", ")] for key in keys]
+    assert {name for names in parts for name in names} == {part.name for part in PARTS}
+    assert {len(names) - 3 for names in parts} == {3, 4, 5, 6}
 
 
 def test_responses_fit_and_are_several_blocks_long():
-    tokenizer = train_tokenizer(1024, tasks=TASKS)
-    answers = [make_problem("coding", "train", index).answer for index in range(500)]
+    tokenizer = AutoTokenizer.from_pretrained(models.HERE / "tiny-code-d2f")
+    answers = [make_problem("coding", "train", index).answer for index in range(200)]
     lengths = sorted(len(tokenizer(answer).input_ids) + 1 for answer in answers)
     assert lengths[-1] <= RESPONSE_LENGTH["coding"]
-    assert lengths[125] >= 100 and lengths[475] <= 200
+    assert lengths[50] >= 100 and lengths[190] <= 200
 
 
 # The judge
 
 
 def test_a_program_without_a_step_is_wrong():
-    for problem in make_problems("coding", "train", 60):
+    for problem in make_problems("coding", "train", 25):
         lines = problem.answer.split("\n")
         body = [i for i, line in enumerate(lines) if re.match(r" {8}(?!else)\S", line)]
         steps = len(problem.key.split(", ")) - 3
@@ -179,17 +155,11 @@ def test_nothing_else_may_be_there():
         assert not check(problem, text.format(problem.answer))
 
 
-@settings(derandomize=True, deadline=None, max_examples=100)
+@settings(derandomize=True, deadline=None, max_examples=60)
 @given(programs())
 def test_the_verdict_is_that_of_python(drawn):
     problem, program = drawn
     assert check(problem, program) == passes_in_python(problem, program)
-
-
-def test_the_task_needs_no_leave_to_run_code():
-    task = find_task("coding")
-    (problem,) = task.problems("heldout", 1)
-    assert task.notice is None and task.right(problem, problem.answer)
 
 
 # The small Python
@@ -203,53 +173,54 @@ def body(*lines):
     return "\n".join(["def f(xs):", *(f"    {line}" for line in lines)])
 
 
-@pytest.mark.parametrize(
-    "lines",
-    [
-        ["ys = xs", "ys += [][:]", "ys.append(7)", "return xs"],  # the same list
-        ["ys = xs", "ys = ys + xs", "return xs"],  # another list
-        ["return xs[0] - xs[-1] + len(xs[1:]) * sum(xs[::2])"],
-        ["return not xs[5:]"],
-        ["for x in xs:", "    if x == 1:", "        return x", "return 0"],
-        ["for x in xs:", "    for y in xs:", "        if y == x:", "            continue",
-         "        x += y", "    xs.append(x)", "    if len(xs) > 9:", "        return xs"],
-        ["sum = 1", "return sum"],
-        ["'''words'''", "if xs[0] < 0:", "    x = 1", "else:", "    x = 2", "return x"],
-        ["x = -xs[0] // 2", "x %= 5", "return max(x, min(xs))"],
-        ["x = 0"],
-        ["return sorted(xs) == xs"],
-    ],
-)  # fmt: skip
-def test_it_means_what_python_means(lines):
-    space = {}
-    exec(body(*lines), space)
-    assert value(body(*lines)) == space["f"]([3, 1, 2])
+MEANT = [
+    ["ys = xs", "ys += [][:]", "ys.append(7)", "return xs"],  # the same list
+    ["ys = xs", "ys = ys + xs", "return xs"],  # another list
+    ["return xs[0] - xs[-1] + len(xs[1:]) * sum(xs[::2])"],
+    ["return not xs[5:]"],
+    ["for x in xs:", "    if x == 1:", "        return x", "return 0"],
+    ["for x in xs:", "    for y in xs:", "        if y == x:", "            continue",
+     "        x += y", "    xs.append(x)", "    if len(xs) > 9:", "        return xs"],
+    ["sum = 1", "return sum"],
+    ["'''words'''", "if xs[0] < 0:", "    x = 1", "else:", "    x = 2", "return x"],
+    ["x = -xs[0] // 2", "x %= 5", "return max(x, min(xs))"],
+    ["x = 0"],
+    ["return sorted(xs) == xs"],
+]  # fmt: skip
 
 
-@pytest.mark.parametrize(
-    "program",
-    [
-        "", "return 1", "f = 1", "def g(xs):\n    return 1", "def f(xs, ys):\n    return 1",
-        "def f(*xs):\n    return 1", "def f(xs=1):\n    return 1", "def f():\n    return 1",
-        "def f(xs: int):\n    return 1", "def f(xs) -> int:\n    return 1",
-        "@abs\ndef f(xs):\n    return 1", "async def f(xs):\n    return 1",
-        body("return 1") + "\n" + body("return 1"), body("return 1") + "\nx = 1",
-        body("return missing"), body("return xs[9]"), body("return 1 // 0"), body("return xs + 1"),
-        body("return sum(xs)", "sum = 1"),  # local already
-        body("continue"), body("return open('x')"), body("return xs.__class__"), body("import os"),
-        body("return (lambda: 1)()"), body("return [x for x in xs]"), body("xs.clear()"),
-        body("return 2 ** 9"), body("return 1.5"), body("return 'a'"), body("return f(xs)"),
-        body("while 1:", "    x = 1"), body("return max(xs, key=abs)"), body("global x"),
-        # Beyond the limits, each at once.
-        body("for x in xs:", "    xs.append(x)"), body("return [] * 9"), body("return xs * 10**9"),
-        body("x = 9", "for a in xs:", *["    x = x * x"] * 60, "return x"),
-        body("for x in xs:", "    xs += xs", "return 1"), body("return " + "9" * 5000),
-        body("return " + "-" * 3000 + "1"), body("return " + "(" * 300 + "1" + ")" * 300),
-        body("xs.append(xs)"), body("return '\ud800'"), body("return 1\0"),
-        f"def f(xs={'1+' * 500}1):\n    return 1", f"def f(xs={'-' * 700}1):\n    return 1",
-        f"def f(xs: a{'[1]' * 500}):\n    return 1",
-    ],
-)  # fmt: skip
-def test_anything_else_is_refused(program):
-    with pytest.raises(Refused):
-        value(program)
+def test_it_means_what_python_means():
+    for lines in MEANT:
+        space = {}
+        exec(body(*lines), space)
+        assert value(body(*lines)) == space["f"]([3, 1, 2]), lines
+
+
+REFUSED = [
+    "", "return 1", "f = 1", "def g(xs):\n    return 1", "def f(xs, ys):\n    return 1",
+    "def f(*xs):\n    return 1", "def f(xs=1):\n    return 1", "def f():\n    return 1",
+    "def f(xs: int):\n    return 1", "def f(xs) -> int:\n    return 1",
+    "@abs\ndef f(xs):\n    return 1", "async def f(xs):\n    return 1",
+    body("return 1") + "\n" + body("return 1"), body("return 1") + "\nx = 1",
+    body("return missing"), body("return xs[9]"), body("return 1 // 0"), body("return xs + 1"),
+    body("return sum(xs)", "sum = 1"),  # local already
+    body("continue"), body("return open('x')"), body("return xs.__class__"), body("import os"),
+    body("return (lambda: 1)()"), body("return [x for x in xs]"), body("xs.clear()"),
+    body("return 2 ** 9"), body("return 1.5"), body("return 'a'"), body("return f(xs)"),
+    body("while 1:", "    x = 1"), body("return max(xs, key=abs)"), body("global x"),
+    # Beyond the limits, each at once.
+    body("for x in xs:", "    xs.append(x)"), body("return [] * 9"), body("return xs * 10**9"),
+    body("x = 9", "for a in xs:", *["    x = x * x"] * 60, "return x"),
+    body("for x in xs:", "    xs += xs", "return 1"), body("return " + "9" * 5000),
+    body("return " + "-" * 3000 + "1"), body("return " + "(" * 300 + "1" + ")" * 300),
+    body("xs.append(xs)"), body("return '\ud800'"), body("return 1\0"),
+    f"def f(xs={'1+' * 500}1):\n    return 1", f"def f(xs={'-' * 700}1):\n    return 1",
+    f"def f(xs: a{'[1]' * 500}):\n    return 1",
+]  # fmt: skip
+
+
+def test_anything_else_is_refused():
+    for program in REFUSED:
+        with pytest.raises(Refused):
+            value(program)
+            pytest.fail(program)

@@ -119,7 +119,7 @@ def test_a_command_evaluates_them(capsys):
          "gsm8k-chat: --data-files: got 'tset'; did you mean test?; expected one of test, train"),
         ("gsm8k-cot", "test=none.jsonl", "gsm8k-cot: none.jsonl: cannot be read: No such file"),
         ("gsm8k-chat", "test=test.jsonl,train=mbpp.jsonl",
-         "gsm8k-chat: mbpp.jsonl has no column answer, question, it has task_id, text, code"),
+         "example mbpp.jsonl, line"),
         ("gsm8k-cot", "test=test.jsonl[3]", "expected a part such as rows[:500], got rows[3]"),
         ("gsm8k-cot", "test=test.jsonl[10:]",
          "test of rows[10:] of test.jsonl: expected at least one row"),

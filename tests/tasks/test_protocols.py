@@ -7,16 +7,16 @@ import ast
 import json
 import re
 import shlex
+from functools import cache
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-import datasets
 import pytest
 import yaml
 from jinja2 import Environment
 
-from d2f.config import dump, read_mapping
+from d2f.config import read_mapping
 from d2f.shipped import EVALUATION, shipped
 from d2f.tasks import find_task
 from decode.cli import read_settings
@@ -55,6 +55,9 @@ CASES: dict[str, tuple[dict[str, Any], str, str]] = {
     "gsm8k-chat": (GSM8K, "2 + 2\n#### 4", "#### 5"),
     "gsm8k-message": (GSM8K, "2 + 2\n#### 4", "#### 5"),
     "gsm8k-zero-shot": (GSM8K, "2 + 2 is 4.", "The answer is 5."),
+    "math-500-zero-shot": (MATH, r"$\boxed{\frac{4}{2}}$", r"$\boxed{3}$"),
+    "humaneval-zero-shot": (HUMANEVAL, "So:\n```\ndef two():\n    return 2\n```", "    return 3\n"),
+    "mbpp-zero-shot": (MBPP, "So:\n```python\ndef two():\n    return 2\n```\nOK", "two = 2"),
     "gsm8k-cot": (GSM8K, "The answer is 4.", "4 pens. The answer is 5."),
     "math-chat": (MATH, r"$\boxed{\frac{4}{2}}$", r"$\boxed{3}$"),
     "math-4-shot": (MATH, "Final Answer: The final answer is $2$. I hope", "the answer is $3$."),
@@ -86,34 +89,36 @@ CASES: dict[str, tuple[dict[str, Any], str, str]] = {
 
 
 @pytest.fixture(autouse=True)
-def math_verify(request):
-    name = getattr(request.node, "callspec", None)
-    if name and "math" in str(name.params) and find_spec("math_verify") is None:
-        pytest.skip("math-verify is missing")
+def no_processes(monkeypatch):
+    """Run the programs, which are those above, in this process."""
+
+    def passes(program: str, tests: str, *_: object, **__: object) -> bool:
+        try:
+            exec(program + "\n" + tests, {})
+        except Exception:
+            return False
+        return True
+
+    monkeypatch.setattr("d2f.tasks.judges.passes", passes)
 
 
-def problem_of(folder: Path, name: str):
+@pytest.fixture(scope="module")
+def problem_of(tmp_path_factory):
     """A task on a few rows in place of the hub's, and one of its problems."""
-    values = read_mapping(shipped(*EVALUATION)[name])
-    row = CASES[name][0]
-    rows = [
-        {k: v.replace("{}", str(i)) if isinstance(v, str) else v for k, v in row.items()}
-        for i in range(6)
-    ]
-    if values["data"].endswith(".jsonl"):  # a file, from the folder of the call
-        (folder / values["data"]).write_text(json.dumps(rows[0]) + "\n")
-    else:
-        made = datasets.Dataset.from_list(rows)
-        by_place = {place.partition("[")[0]: s for s, place in values["splits"].items()}
-        plain = {s: place for place, s in by_place.items()}  # of parts of one, the last
-        datasets.DatasetDict(dict.fromkeys(plain.values(), made)).save_to_disk(
-            str(folder / "saved")
-        )
-        values |= {"data": "saved", "dataset_config": None, "splits": plain}
-    path = folder / f"{name}.yaml"
-    path.write_text(dump({key: value for key, value in values.items() if value is not None}))
-    task = find_task(str(path), allow_code_execution=True)
-    return task, task.problems("train" if name == "wino-plus-countdown" else "heldout", 1)[0]
+    folder = tmp_path_factory.mktemp("rows")
+
+    @cache
+    def made(name: str):
+        if "math" in name and find_spec("math_verify") is None:
+            pytest.skip("math-verify is missing")
+        rows = [json.dumps(CASES[name][0]).replace("{}", str(i)) for i in range(510)]
+        (folder / f"{name}.jsonl").write_text("\n".join(rows))
+        splits = find_task(name, allow_code_execution=True).data_splits
+        files = dict.fromkeys(splits, str(folder / f"{name}.jsonl"))
+        task = find_task(name, allow_code_execution=True, data_files=files)
+        return task, task.problems("train" if name == "wino-plus-countdown" else "heldout", 1)[0]
+
+    return made
 
 
 def test_these_are_all():
@@ -121,9 +126,9 @@ def test_these_are_all():
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_each_asks_and_judges(tmp_path, name):
+def test_each_asks_and_judges(problem_of, name):
     """The response is begun as the protocol begins it."""
-    task, problem = problem_of(tmp_path, name)
+    task, problem = problem_of(name)
     _, right, wrong = CASES[name]
     assert task.right(problem, right)
     assert not task.right(problem, wrong) and not task.right(problem, "")
@@ -152,14 +157,14 @@ PREFIXES = {
 }  # fmt: skip
 
 
-def test_examples_stand_where_the_protocol_has_them(tmp_path):
-    made = {}
-    for name in (
-        "gsm8k-chat", "gsm8k-message", "gsm8k-cot", "math-4-shot", "math-message", "mbpp-chat",
-        "mbpp-message", "freedave-gsm8k", "freedave-math-500", "freedave-mbpp",
-    ):  # fmt: skip
-        (tmp_path / name).mkdir()
-        made[name] = problem_of(tmp_path / name, name)[1].prompt
+def test_examples_stand_where_the_protocol_has_them(problem_of):
+    made = {
+        name: problem_of(name)[1].prompt
+        for name in (
+            "gsm8k-chat", "gsm8k-message", "gsm8k-cot", "math-4-shot", "math-message", "mbpp-chat",
+            "mbpp-message", "freedave-gsm8k", "freedave-math-500", "freedave-mbpp",
+        )
+    }  # fmt: skip
     assert shots(made["gsm8k-chat"]) == 4 and shots(made["mbpp-chat"]) == 3
     assert made["mbpp-chat"][1]["content"].endswith("return 2\n[DONE]")
     (message,) = made["gsm8k-message"]
@@ -208,9 +213,9 @@ def of_harness(path: str) -> Any:
         ("freedave-humaneval", "humaneval/humaneval_instruct.yaml"),
     ],
 )
-def test_templates_and_stops_are_the_harness_own(tmp_path, name, path):
+def test_templates_and_stops_are_the_harness_own(problem_of, name, path):
     theirs = of_harness(path)
-    task, problem = problem_of(tmp_path, name)
+    task, problem = problem_of(name)
     if "include" in theirs:
         theirs = of_harness(f"{Path(path).parent}/{theirs['include']}") | theirs
     environment = Environment(keep_trailing_newline=True)
@@ -241,25 +246,40 @@ def test_mbpps_examples_are_the_second_to_fourth_row():
     assert read_mapping(shipped(*EVALUATION)["mbpp-chat"])["splits"]["train"] == "prompt[1:]"
 
 
-@pytest.mark.parametrize(
-    "expression",
-    [
-        "35",
-        "3 + 4",
-        "3 + 4 + 5",
-        "(3+4)*5*1",
-        "(3+4)*5/0",
-        "(3+4)**5",
-        "__import__('os')",
-        "(" * 90,
-        "3*(4",
-        "",
-    ],
-)
-def test_countdown_takes_only_arithmetic_with_each_number_once(tmp_path, expression):
-    task, problem = problem_of(tmp_path, "wino-countdown")
-    assert not task.right(problem, BOXED % expression)
-    assert task.right(problem, BOXED % "(3 + 4) * 5 = 35")
+# Rows as the official files have them: MATH-500's with its instruction, MBPP's by task id.
+FILES = {
+    "math-500-zero-shot": (
+        [{"prompt": "$1+1$?\nReason, and use \\boxed{}.", "answer": r"\frac{4}{2}"}],
+        "test={}", "$1+1$?\nReason, and use \\boxed{}.", r"\boxed{2}",
+    ),
+    "humaneval-zero-shot": (
+        [HUMANEVAL | {"prompt": "from math import sqrt\n\ndef two():\n    # Two\n",
+                      "canonical_solution": "    return int(sqrt(4))\n"}],
+        "test={}", "# Two\n```", "    return int(sqrt(4))\n",
+    ),
+    "mbpp-zero-shot": (
+        [MBPP | {"task_id": n, "code": f"def two():\r\n    return {n}",
+                 "test_list": [f"assert two() == {n}"]} for n in range(1, 14)],
+        "test={}[10:12]", "assert two() == 1", "```\ndef two():\n    return {}\n```",
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", FILES)
+def test_the_official_files_are_read_as_they_are(problem_of, tmp_path, name):
+    """And on the hub's rows the same configuration asks the same way."""
+    rows, place, asked, right = FILES[name]
+    (tmp_path / "official.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    words = ["--tasks", name, "--data-files", place.format(tmp_path / "official.jsonl")]
+    (task,) = parse([*words, "--allow-code-execution"]).chosen
+    problems = task.problems("heldout", None)
+    for problem in problems:
+        assert asked in problem.question and len(problem.prompt) == 1
+        number = problem.row.get("task_id")
+        assert task.right(problem, right.replace("{}", str(number)))
+        assert task.right(problem, problem.answer) and not task.right(problem, "")
+    if "[" in place:
+        assert sorted(problem.row["task_id"] for problem in problems) == [11, 12]
 
 
 def test_the_commands_of_the_page_are_protocols():
@@ -277,7 +297,7 @@ def test_the_commands_of_the_page_are_protocols():
         assert settings.name == decoder.name
     assert len(lines) >= 25
     plain = {"gsm8k", "math-500", "humaneval", "mbpp"}
-    others = {"wino-plus-countdown", "gsm8k-zero-shot"}  # for training; of no paper
+    others = {"wino-plus-countdown"} | {n for n in CASES if "zero-shot" in n}  # of no paper
     assert set(CASES) - plain - others <= named
     decoding = {path.stem for path in (ROOT / "configs" / "published").glob("*.yaml")}
     assert decoding - {"static-llada", "static-dream"} <= named

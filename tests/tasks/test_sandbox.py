@@ -8,6 +8,7 @@ import shutil
 import socket
 import sys
 import time
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
 
@@ -52,23 +53,23 @@ def test_a_right_program_passes_and_a_wrong_one_does_not(run):
     assert not run("def double(x) return 2 * x", tests)
 
 
-@pytest.mark.parametrize(
-    "program",
-    [
-        "def f():\n    import os\n    os._exit(0)",
-        "raise SystemExit(0)",
-        "import atexit, os\natexit.register(os._exit, 0)",
-        "import os\nfor fd in range(1, 60):\n"
-        "    try: os.write(fd, b'loaded\\npassed\\n')\n    except OSError: pass",
-        "import builtins\nbuiltins.exec = lambda *a: None\nbuiltins.compile = lambda *a: None",
-        "import os\nos.write = lambda *a: 0\nos._exit = lambda *a: None",
-        "import builtins\nbuiltins.AssertionError = type('Quiet', (Exception,), {})",
-        "import os, signal\nos.kill(os.getppid(), signal.SIGTERM)\nos.kill(os.getpid(), 9)",
-        "import json\njson.loads = lambda text: ['', 'x']",
-    ],
-)
-def test_nothing_but_the_tests_own_end_counts_as_passed(program):
-    assert not passes(program, "f() if 'f' in globals() else None\nassert False", FEW)
+CHEATS = [
+    "def f():\n    import os\n    os._exit(0)",
+    "raise SystemExit(0)",
+    "import atexit, os\natexit.register(os._exit, 0)",
+    "import os\nfor fd in range(1, 60):\n"
+    "    try: os.write(fd, b'loaded\\npassed\\n')\n    except OSError: pass",
+    "import builtins\nbuiltins.exec = lambda *a: None\nbuiltins.compile = lambda *a: None",
+    "import os\nos.write = lambda *a: 0\nos._exit = lambda *a: None",
+    "import builtins\nbuiltins.AssertionError = type('Quiet', (Exception,), {})",
+    "import os, signal\nos.kill(os.getppid(), signal.SIGTERM)\nos.kill(os.getpid(), 9)",
+    "import json\njson.loads = lambda text: ['', 'x']",
+]
+
+
+def test_nothing_but_the_tests_own_end_counts_as_passed():
+    tests = "f() if 'f' in globals() else None\nassert False"
+    assert [program for program in CHEATS if passes(program, tests, FEW)] == []
 
 
 STUBBORN = (
@@ -77,10 +78,11 @@ STUBBORN = (
 )
 
 
-@pytest.mark.parametrize("program", ["import time\ntime.sleep(1000)", STUBBORN])
-def test_a_hang_ends_with_its_time(run, program):
+def test_a_hang_ends_with_its_time(run):
     began = time.monotonic()
-    assert not run(program, "", limits=Limits(seconds=1))
+    with ThreadPoolExecutor(2) as threads:
+        hang = partial(run, tests="", limits=Limits(seconds=1))
+        assert list(threads.map(hang, ["import time\ntime.sleep(1000)", STUBBORN])) == [False] * 2
     assert time.monotonic() - began < 30  # and not for ever
 
 
@@ -110,7 +112,7 @@ def test_nothing_that_it_started_is_left(run, monkeypatch, program, passed):
 
 
 def test_output_memory_files_and_descriptors_are_bounded(run):
-    flood = "import os\nfor _ in range(1024): os.write(1, b'x' * 2**20); os.write(2, b'x')"
+    flood = "import os\nfor _ in range(256): os.write(1, b'x' * 2**20); os.write(2, b'x')"
     assert run(flood, "", limits=Limits(seconds=20))
     assert not run("x = bytearray(2**30)", "")
     assert not run("open('big', 'wb').write(b'x' * 2**26)", "")
@@ -128,7 +130,7 @@ MANY = "import os, time\nfor _ in range({}):\n    if os.fork() == 0: {}; time.sl
 
 
 def test_processes_and_their_memory_are_bounded_together(isolated):
-    assert isolated(MANY.format(5, "pass") + "time.sleep(0.2)", "")
+    assert isolated(MANY.format(5, "pass") + "time.sleep(0.1)", "")
     assert not isolated(MANY.format(200, "pass") + "time.sleep(2)", "")
     assert not isolated(MANY.format(8, "x = bytearray(2**27)") + "time.sleep(2)", "")
 

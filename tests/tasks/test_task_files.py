@@ -8,12 +8,11 @@ from pathlib import Path
 import datasets
 import pytest
 
-from d2f import chat
 from d2f.config import dump
 from d2f.errors import InputError
-from d2f.loading import load_tokenizer
 from d2f.models import resolve
 from d2f.tasks import find_task, find_tasks, task_of_data
+from d2f.tokenizer import load_tokenizer, render
 from decode.cli import outline
 from decode.compare.config import Item, Workload
 from decode.compare.local import encode_all
@@ -214,7 +213,7 @@ def test_columns_that_a_data_set_lacks_are_named(tmp_path):
     datasets.Dataset.from_list(ROWS).to_parquet(str(tmp_path / "a.parquet"))
     path = write(tmp_path, [], data="a.parquet", prompt="{{ problem }}")
     with pytest.raises(
-        InputError, match=r"a\.parquet has no column problem, it has question, answer"
+        InputError, match=r"a\.parquet, row .*'problem' is undefined, there are answer, question"
     ):
         find_task(path).problems("heldout", 1)
 
@@ -244,9 +243,9 @@ def prompt_of(folder, **keys):
 @pytest.mark.parametrize("keys", [{}, {"few_shot": {"examples": [BEGUN]}}, {"system": None}])
 def test_it_follows_what_opens_the_answer(tmp_path, keys):
     tokenizer = load_tokenizer(resolve("tiny-d2f"))
-    without = chat.render(tokenizer, prompt_of(tmp_path, **keys))
+    without = render(tokenizer, prompt_of(tmp_path, **keys))
     assert without.endswith("<|assistant|>")
-    assert chat.render(tokenizer, prompt_of(tmp_path, gen_prefix=PREFIX, **keys)) == (
+    assert render(tokenizer, prompt_of(tmp_path, gen_prefix=PREFIX, **keys)) == (
         without + "<b> x\n"
     )
 
