@@ -48,8 +48,9 @@ def serve(options: Options) -> None:
             listener.close()  # Ray's proxy listens there
             serve_replicas(options, address, port)
             return
-        from decode.server.app import create_app, run_server
+        from decode.server.app import create_app
         from decode.server.middleware import set_up_logs
+        from decode.server.run import run_server
 
         app = create_app(load_models(options), listening_at(options, address))
         set_up_logs(options.log_format)
@@ -99,8 +100,8 @@ def serve_replicas(options: Options, address: str, port: int) -> None:
         from ray import serve
         from ray.serve.schema import LoggingConfig
 
-        from decode.server.app import url_of
         from decode.server.ray_app import bound
+        from decode.server.run import url_of
 
         if not options.verbose:
             logging.getLogger("ray.serve").setLevel(logging.ERROR)

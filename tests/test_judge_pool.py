@@ -17,6 +17,7 @@ from d2f.errors import InputError, RequestError
 from d2f.tasks import find_task
 from decode import loop
 from decode.decoders import find_decoder
+from decode.evaluate import main
 from decode.jobs import Job, Source
 from decode.judging import JudgePool
 from decode.ledger import Ledger
@@ -96,3 +97,17 @@ def test_answers_that_wait_for_their_judge_are_kept_where_a_request_fails(tmp_pa
     with JudgePool(8) as pool, pytest.raises(RequestError, match=r"^2: broken"):
         loop.decode_jobs(OneWorker(None), jobs, batch_size=3, ledger=ledger, judges=pool)
     assert {name: row["right"] for name, row in ledger.rows.items()} == {0: True, 1: True}
+
+
+def test_the_command_gives_the_verdicts_of_the_pool(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    rows = [{"question": f"{i}?", "answer": "", "test": f"assert {i % 2}"} for i in range(5)]
+    (tmp_path / "rows.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    judge = {"name": "python", "program": "# {{ question }}", "tests": "{{ test }}"}
+    values = {"data": "rows.jsonl", "splits": {"heldout": 1.0}, "judge": judge}
+    (tmp_path / "mine.yaml").write_text(dump(values))
+    command = ["--tasks", "mine.yaml", "--allow-code-execution", "--max-new-tokens", "8"]
+    assert main([*command, "--judge-jobs", "3", "--output", "out"]) == 0
+    lines = (tmp_path / "out" / "answers.jsonl").read_text().splitlines()[1:]
+    found = [(line["question"], line["right"]) for line in map(json.loads, lines)]
+    assert sorted(found) == [(f"{i}?", bool(i % 2)) for i in range(5)]

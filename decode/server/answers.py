@@ -43,7 +43,7 @@ from decode.server.text import TokenLogprob, chat_logprobs, completion_logprobs,
 from decode.step import Event
 
 Json = dict[str, Any]
-# A signal does not cut streams off: `app.Server` lets them finish, then cancels them.
+# A signal does not cut streams off: `run.Server` lets them finish, then cancels them.
 AppStatus.disable_automatic_graceful_drain()
 
 

@@ -1,20 +1,14 @@
-"""Put models behind OpenAI's routes, `create_app`, and serve them, `run_server`."""
+"""Put models behind OpenAI's routes: `create_app`."""
 
 from __future__ import annotations
 
 import asyncio
-import gc
-import socket
-import sys
-import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
-from contextlib import asynccontextmanager, suppress
+from contextlib import asynccontextmanager
 from functools import partial
 from pathlib import Path
-from types import FrameType
 from typing import Any, Literal, TypeVar
 
-import uvicorn
 from fastapi import APIRouter, FastAPI, Request
 from fastapi.responses import FileResponse, JSONResponse, Response
 from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
@@ -24,7 +18,6 @@ from starlette.requests import ClientDisconnect
 from starlette.staticfiles import StaticFiles
 
 import d2f
-from d2f.command import say
 from d2f.tasks import DEFAULT_TASKS, make_problems
 from decode.decoders.base import options_of
 from decode.server.answers import Answers, StreamedAnswer
@@ -35,7 +28,7 @@ from decode.server.generation import (
     likelihood_of,
     make_jobs,
 )
-from decode.server.middleware import ID_HEADER, LOGGER, Record, RequestFrame
+from decode.server.middleware import ID_HEADER, Record, RequestFrame
 from decode.server.models import Kind, ServedModel
 from decode.server.options import Options
 from decode.server.protocol import (
@@ -53,11 +46,7 @@ from decode.server.state import ServerState, state_of
 
 PAGE = Path(__file__).with_name("page")
 EXAMPLES = 5  # problems a task
-# The engine's thread gives its turn away with each operation of torch, and would wait for the event
-# loop's 5 ms each time.
-SWITCH_SECONDS = 0.0005
-SECONDS_TO_CLOSE = 5  # for the last answers to be read
-MOST_FILES = 1 << 20
+LARGE_BODY = 100_000  # bytes that take long enough to hold up others
 
 router = APIRouter()
 Found = TypeVar("Found")
@@ -77,11 +66,15 @@ async def chat_completions(request: Request) -> Response:
 
 
 async def _read(kind: type[Asked], request: Request) -> Asked:
-    """Read and check the fields of a request. Raises ApiError: 415 for another type than JSON,
-    413 for a large body (not read to its end), 408 for a slow one, 400 as `read_fields`."""
+    """Read and check the fields of a request. Raises ApiError: 415 for another type than JSON or a
+    packed body, 413 for a large one (not read to its end), 408 for a slow one, 400 as
+    `read_fields`."""
     content_type = request.headers.get("content-type", "").partition(";")[0].strip().lower()
     if content_type != "application/json":  # which a form of another site's page cannot send
         raise ApiError(415, f"expected Content-Type application/json, got {content_type or 'none'}")
+    coding = request.headers.get("content-encoding", "identity").strip().lower()
+    if coding != "identity":  # the limit would not bound what it unpacks to
+        raise ApiError(415, f"expected no Content-Encoding, got {coding}")
     state = state_of(request)
     most, seconds = state.most_body, state.options.body_timeout
     too_large = ApiError(413, f"the body has more than {most} bytes (the server's --max-body)")
@@ -96,7 +89,8 @@ async def _read(kind: type[Asked], request: Request) -> Asked:
                     raise too_large
     except TimeoutError as error:
         raise ApiError(408, f"the body did not come within {seconds:g} seconds") from error
-    return read_fields(kind, bytes(body))
+    read = partial(read_fields, kind, bytes(body), state.most_elements)
+    return read() if len(body) < LARGE_BODY else await asyncio.to_thread(read)
 
 
 async def _prepare(request: Request, asked: AnyRequest, field: str) -> Generation:
@@ -392,70 +386,3 @@ async def _http_error(request: Request, error: Exception) -> Response:
     answer = ApiError(error.status_code, said).response()
     answer.headers.update(error.headers or {})
     return answer
-
-
-# Serving.
-
-
-class Server(uvicorn.Server):
-    """Say when it serves, and drain. The first signal refuses new requests and lets those that run
-    finish within `drain_seconds`; then, or at the second signal, they are cancelled. A third one
-    waits for nothing."""
-
-    def __init__(self, config: uvicorn.Config, state: ServerState):
-        super().__init__(config)
-        self._state = state
-        self._signals = 0
-
-    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-        await super().startup(sockets)
-        for one in sockets or []:
-            say(f"serving on {url_of(*one.getsockname()[:2])}")
-
-    def handle_exit(self, sig: int, frame: FrameType | None) -> None:
-        # uvicorn's own would raise the signal again at the end: this is a normal exit.
-        self._signals += 1
-        self.should_exit = True
-        self.force_exit = self._signals > 2
-
-    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
-        state, seconds = self._state, self._state.options.drain_seconds
-        state.draining = True  # still listening: new requests are told so
-        LOGGER.info("stopping: requests that run have %g s to finish", seconds)
-        end = time.monotonic() + seconds
-        while state.in_flight and time.monotonic() < end and self._signals < 2:
-            await asyncio.sleep(0.02)
-        if state.in_flight:
-            LOGGER.info("cancelling %d requests", state.in_flight)
-            await state.cancel()  # their streams end with an error
-        await super().shutdown(sockets)
-
-
-def url_of(host: str, port: int) -> str:
-    """Write an address as a browser takes it."""
-    return f"http://{f'[{host}]' if ':' in host else host}:{port}"
-
-
-def run_server(app: FastAPI, listener: socket.socket) -> None:
-    """Serve until a signal ends it."""
-    with suppress(ImportError):  # Windows has no such limit
-        import resource
-
-        # A connection is an open file, and the usual limit is 1024; -1 is infinity.
-        _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-        most = hard if 0 <= hard < MOST_FILES else MOST_FILES
-        resource.setrlimit(resource.RLIMIT_NOFILE, (most, hard))
-    sys.setswitchinterval(SWITCH_SECONDS)
-    gc.freeze()  # models stay: a request that makes many objects has the collector pass them by
-    config = uvicorn.Config(
-        app,
-        log_config=None,
-        access_log=False,
-        loop="asyncio",
-        server_header=False,
-        timeout_graceful_shutdown=SECONDS_TO_CLOSE,
-    )
-    try:
-        Server(config, app.state.server).run(sockets=[listener])
-    finally:
-        gc.unfreeze()  # libraries print what is still there at the process's end

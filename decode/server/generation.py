@@ -10,7 +10,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from d2f.errors import InputError, did_you_mean, not_one_of, panics_are_errors
+from d2f.errors import InputError, RustPanicError, did_you_mean, not_one_of, panics_are_errors
 from decode.decoders import Decoder
 from decode.decoders.base import common_options, options_of
 from decode.engine.async_engine import Ticket
@@ -46,21 +46,20 @@ def make_jobs(
             if own.length > room:
                 after = own.extra_positions
                 more = f", and {after} positions after them" if after else ""
-                raise ApiError(
-                    400,
-                    f"{where} has {len(ids)} tokens and the response {own.length}{more}: the "
-                    f"context of {served.name} is {served.context_length}",
-                    param=field,
-                    code="context_length_exceeded",
-                )
+                has = f"{len(ids)} tokens and the response {own.length}{more}"
+                raise _too_long(where, has, served)
             jobs.append(checked(served.model, ids, own, where, raw=True))
     return jobs
 
 
 def encode_prompt(served: ServedModel, prompt: Prompt, where: str) -> list[int]:
-    """Encode text as it is, and messages by the chat template. Raises InputError."""
+    """Encode text as it is, and messages by the chat template. Raises InputError and ApiError; a
+    text that is too long for the context whatever it says is not tokenized."""
     messages: Any = [] if isinstance(prompt, str) or not prompt else prompt
     chat = bool(messages) and isinstance(messages[0], dict)
+    length = sum(len(m["content"]) for m in messages) if chat else len(prompt)
+    if (chat or isinstance(prompt, str)) and length > served.most_characters:
+        raise _too_long(where, f"{length} characters", served)
     try:
         with panics_are_errors():
             if not (chat and served.sanitize):
@@ -71,8 +70,19 @@ def encode_prompt(served: ServedModel, prompt: Prompt, where: str) -> list[int]:
             return list(ids)
     except InputError:
         raise
-    except Exception as error:  # a panic, or a template, which is code of the checkpoint
+    except RustPanicError as error:
         raise InputError(f"{where}: {error}") from error
+    except Exception as error:  # a template is code of the checkpoint
+        raise InputError(f"{where}: the chat template refused the messages: {error}") from error
+
+
+def _too_long(where: str, has: str, served: ServedModel) -> ApiError:
+    return ApiError(
+        400,
+        f"{where} has {has}: the context of {served.name} is {served.context_length}",
+        param=where.partition(" ")[0],
+        code="context_length_exceeded",
+    )
 
 
 @dataclass(eq=False)

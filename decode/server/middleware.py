@@ -3,12 +3,17 @@ of an exception."""
 
 from __future__ import annotations
 
+import contextlib
 import hmac
 import json
 import logging
+import os
+import queue
+import threading
 import time
 import uuid
 from dataclasses import dataclass, field
+from logging.handlers import QueueHandler
 from typing import Any, Literal
 
 from starlette.datastructures import Headers, MutableHeaders
@@ -23,6 +28,7 @@ from decode.server.state import ServerState
 
 LOGGER = logging.getLogger("decode.server")
 Format = Literal["text", "json"]
+MOST_LINES = 10_000  # of the log that wait to be written
 
 
 class LineFormatter(logging.Formatter):
@@ -46,10 +52,45 @@ class LineFormatter(logging.Formatter):
         return text if trace is None else f"{text}\n{trace}"
 
 
+class LogQueue(QueueHandler):
+    """Write lines to standard error in a thread, and drop what finds the queue full: where nobody
+    reads the pipe, nothing but that thread waits for it."""
+
+    queue: queue.Queue[logging.LogRecord]
+
+    def __init__(self, form: Format):
+        super().__init__(queue.Queue(MOST_LINES))
+        self.setFormatter(LineFormatter(form))
+        self._dropped = 0
+        threading.Thread(target=self._write, name="log", daemon=True).start()
+
+    def enqueue(self, record: logging.LogRecord) -> None:
+        try:
+            self.queue.put_nowait(record)
+        except queue.Full:
+            self._dropped += 1
+
+    def _write(self) -> None:
+        while True:
+            line = self.queue.get().getMessage()
+            dropped, self._dropped = self._dropped, 0
+            if dropped:
+                line += f"\n{dropped} lines of the log were lost: nobody read them"
+            with contextlib.suppress(OSError):  # the pipe is closed
+                # Not by sys.stderr, whose lock would hold up the end of the process.
+                os.write(2, f"{line}\n".encode(errors="backslashreplace"))
+            self.queue.task_done()
+
+    def flush(self) -> None:
+        """Wait a second at most until all is written; logging calls it at the process's end."""
+        end = time.monotonic() + 1
+        while self.queue.unfinished_tasks and time.monotonic() < end:
+            time.sleep(0.01)
+
+
 def set_up_logs(form: Format) -> None:
     """Write the server's lines to standard error, and what the libraries below warn of."""
-    handler = logging.StreamHandler()
-    handler.setFormatter(LineFormatter(form))
+    handler = LogQueue(form)
     levels = {LOGGER.name: logging.INFO, "uvicorn": logging.WARNING, "asyncio": logging.WARNING}
     for name, level in levels.items():
         logger = logging.getLogger(name)

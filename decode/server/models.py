@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import inspect
+import math
 import time
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Executor, ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
-from functools import partial
+from functools import cached_property, partial
 from typing import Any
 
 import transformers
@@ -47,6 +48,14 @@ class ServedModel:
         """Return the operator's options of a decoder."""
         names = option_names(kind) if kind is self.default else SHARED
         return {name: value for name, value in self.given.items() if name in names}
+
+    @cached_property
+    def most_characters(self) -> float:
+        """Characters of a context full of the longest token, as vLLM counts them: no longer text
+        can fit."""
+        tokenizer: Any = self.model.tokenizer
+        longest = math.inf if tokenizer is None else max(map(len, tokenizer.get_vocab()))
+        return self.context_length * longest
 
 
 def serve_model(

@@ -17,6 +17,7 @@ from pydantic import (
     ConfigDict,
     Field,
     ValidationError,
+    ValidationInfo,
     field_validator,
     model_validator,
 )
@@ -117,12 +118,18 @@ class Fields(BaseModel):
 
     @model_validator(mode="before")
     @classmethod
-    def _given(cls, values: Any) -> Any:
-        """Drop null fields, and refuse more than anybody means: each would be an error."""
+    def _given(cls, values: Any, info: ValidationInfo) -> Any:
+        """Drop null fields, and refuse too many fields or elements of a list before they are
+        checked one by one, which would take long."""
         if not isinstance(values, dict):
             return values
         if len(values) > MOST_FIELDS:
             raise ValueError(f"expected at most {MOST_FIELDS} fields, got {len(values)}")
+        most = info.context["most"] if info.context else MOST
+        for name, value in values.items():
+            if isinstance(value, list) and len(value) > most:
+                what = f"{name}: expected at most {most} elements, as many as the context holds"
+                raise ApiError(400, f"{what}, got {len(value)}", param=name)
         return {name: value for name, value in values.items() if value is not None}
 
 
@@ -272,8 +279,11 @@ AnyRequest = CompletionRequest | ChatRequest
 Kind = TypeVar("Kind", bound=Fields)
 
 
-def read_fields(kind: type[Kind], body: bytes) -> Kind:
-    """Parse and check the JSON of a request. Raises ApiError (400), which names the field."""
+def read_fields(kind: type[Kind], body: bytes, most: int) -> Kind:
+    """Parse and check the JSON of a request. Raises ApiError (400), which names the field.
+
+    most: elements of a list.
+    """
     try:
         values = from_json(body, allow_inf_nan=False)
     except ValueError as error:
@@ -285,7 +295,7 @@ def read_fields(kind: type[Kind], body: bytes) -> Kind:
         if not any(value == one and type(value) in (type(one), float) for one in neutral):
             raise ApiError(400, f"{name} is not supported", param=name, code="unsupported")
     try:
-        return kind.model_validate(values)
+        return kind.model_validate(values, context={"most": most})
     except ValidationError as error:
         first = error.errors(include_url=False)[0]["loc"]
         field = str(first[0]) if first else None

@@ -15,10 +15,11 @@ from ray.serve import Application
 
 from d2f.errors import InputError
 from d2f.quiet import quiet
-from decode.server.app import SWITCH_SECONDS, create_app
+from decode.server.app import create_app
 from decode.server.middleware import set_up_logs
 from decode.server.models import check_models, load_models
 from decode.server.options import Options, listening_at, parse
+from decode.server.run import SWITCH_SECONDS
 from decode.server.state import ServerState
 
 MOST = 1_000_000  # requests at a time: the engines' own queues say what is too many

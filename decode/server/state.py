@@ -141,8 +141,17 @@ class ServerState:
     @property
     def most_body(self) -> int:
         """Limit the bytes of a request."""
-        longest = max(served.context_length for served in self.models.values())
-        return self.options.max_body or max(MEGABYTE, BYTES_A_POSITION * longest)
+        return self.options.max_body or max(MEGABYTE, BYTES_A_POSITION * self._longest_context)
+
+    @property
+    def most_elements(self) -> int:
+        """Limit the elements of a list in a request: ids, messages, prompts (one more prompt than
+        there may be has an error of its own)."""
+        return max(self._longest_context, self.options.max_choices + 1)
+
+    @property
+    def _longest_context(self) -> int:
+        return max(served.context_length for served in self.models.values())
 
     async def cancel(self) -> None:
         """End what runs with an error, and take no more."""

@@ -24,9 +24,10 @@ from fastapi.testclient import TestClient
 from d2f.model import DiffusionModel
 from decode.cli import DecoderSettings
 from decode.engine.async_engine import AsyncEngine
-from decode.server.app import Server, create_app
+from decode.server.app import create_app
 from decode.server.models import ServedModel, serve_model
 from decode.server.options import Options
+from decode.server.run import Server
 
 ROOT = Path(__file__).parent.parent.parent
 PATIENCE = 200.0  # seconds after which a test has failed

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import json
 import logging
+import os
+import threading
 
 import pytest
-from serving import Served, refused, stock
+from serving import Served, refused, stock, wait_until
 from tiny import random_model
 
+from decode.server import middleware
 from decode.server.middleware import LOGGER, set_up_logs
 from decode.server.options import Options
 
@@ -31,6 +34,7 @@ def lines(capfd):
         set_up_logs(form)
 
         def written() -> list[str]:
+            LOGGER.handlers[0].flush()
             return capfd.readouterr().err.splitlines()
 
         return written
@@ -139,6 +143,23 @@ def test_prompts_are_logged_where_that_is_asked_for(lines):
     assert "prompts=" in one and "break" in one and "\x1b" not in one
     assert "status=200" in one and 'decoder="static"' in one
     assert 'path="/a status=200 b"' in other and " status=404" in other
+
+
+def test_a_log_that_nobody_reads_holds_up_nobody(monkeypatch):
+    """What finds the queue full is dropped, and counted."""
+    written, read = [], threading.Event()
+    monkeypatch.setattr(middleware, "MOST_LINES", 3)
+    monkeypatch.setattr(os, "write", lambda _, line: read.wait(30) and written.append(line))
+    log = middleware.LogQueue("text")
+    for number in range(9):
+        log.handle(logging.makeLogRecord({"msg": f"line {number}", "levelname": "INFO"}))
+        if number == 0:
+            wait_until(log.queue.empty)  # it is being written
+    read.set()
+    log.flush()
+    text = b"".join(written).decode()
+    assert "line 3" in text and "line 4" not in text
+    assert "5 lines of the log were lost" in text
 
 
 def test_an_error_of_the_server_is_logged_and_not_told(lines, monkeypatch):

@@ -3,6 +3,7 @@ on serving."""
 
 from __future__ import annotations
 
+import gzip
 import json
 
 import pytest
@@ -44,8 +45,7 @@ FIELDS = [
     ("tau_conf", 1.5, "tau_conf must lie in [0, 1], got 1.5", 400),
     ("tau", 0.5, "there is no field tau, and no such option of the decoder d2f", 400),
     ("tau_cnf", 0.5, "did you mean tau_conf?", 400),
-    ("prompt", "a " * 50_000, "50001 tokens and the response 4: the context of tiny-d2f is", 400),
-    ("prompt", ["a", [5, *["a"] * 3000]], "prompt.1.1: expected", 400),
+    ("prompt", [5] * 513, "prompt: expected at most 512 elements, as many as the context", 400),
     ("max_new_tokens", 5, "there is no field max_new_tokens", 400),
     ("tools", [{"type": "function"}], "tools is not supported", 400),
     ("logprobs", 2, "logprobs: expected at most 1, got 2", 400),
@@ -94,7 +94,6 @@ BODIES = [
     (b'{"temperature": NaN}', "not JSON"),
     (b"9" * 100_000, "not JSON"),
     (b"\xff\xfe{}", "not JSON"),
-    (json.dumps({f"x{i}": 1 for i in range(3000)}).encode(), "expected at most 200 fields"),
     *[(b'{"a":' * deep + b"1" + b"}" * deep, "") for deep in DEEP],
     *[(b'{"prompt":' + b"[" * deep + b"]" * deep + b"}", "") for deep in DEEP],
 ]  # fmt: skip
@@ -114,6 +113,12 @@ def test_a_body_of_another_type_is_refused(served):
             "/v1/completions", content=json.dumps(TEXT), headers={"content-type": kind}
         )
         assert "application/json" in refused(response, 415)
+    packed = served.client.post(
+        "/v1/completions",
+        content=gzip.compress(json.dumps(TEXT).encode()),
+        headers={**JSON, "content-encoding": "gzip"},
+    )
+    assert "expected no Content-Encoding, got gzip" in refused(packed, 415)
 
 
 def test_a_neutral_value_of_what_is_not_supported_is_taken(served):
@@ -124,6 +129,15 @@ def test_a_neutral_value_of_what_is_not_supported_is_taken(served):
         "user": "me", "seed": 3, "safety_identifier": "me", "prompt_cache_key": "mine",
     }  # fmt: skip
     assert served.ask({**TEXT, **neutral})["choices"] == served.ask(TEXT)["choices"]
+
+
+def test_a_system_message_changes_no_answer_of_a_bundled_model(served):
+    told = [{"role": "system", "content": "You are a helpful assistant."}, *CHAT["messages"]]
+    plain, with_system = (
+        served.ask({**CHAT, "messages": messages}, "/v1/chat/completions")["choices"]
+        for messages in (CHAT["messages"], told)
+    )
+    assert plain == with_system
 
 
 def test_an_answer_of_another_server_may_be_sent_back(served):
@@ -215,3 +229,27 @@ def test_whatever_comes_is_answered_or_refused(served, fields, chat):
     assert response.status_code in (200, 400, 404), response.text
     if response.status_code != 200:
         assert set(response.json()["error"]) == {"message", "type", "param", "code"}
+
+
+MANY = 3000
+
+
+@pytest.mark.parametrize(
+    ("path", "more"),
+    [
+        ("/v1/completions", {"prompt": [1.5] * MANY}),
+        ("/v1/completions", {"prompt": ["a", [5, *["a"] * MANY]]}),
+        ("/v1/completions", {"prompt": "a", "stream_options": {f"x{i}": 1 for i in range(MANY)}}),
+        ("/v1/chat/completions", {"messages": ["a"] * MANY}),
+        ("/v1/chat/completions", {"messages": [{"role": "user", "content": ["a"] * MANY}]}),
+        ("/detokenize", {"tokens": [5] * MANY}),
+        ("/tokenize", {f"x{i}": 1 for i in range(MANY)}),
+    ],
+)
+def test_of_thousands_of_elements_or_faults_one_is_looked_at(served, path, more):
+    """All of those in a body of megabytes would hold up everyone's requests for minutes."""
+    response = served.post(path, {"model": "tiny-d2f", **more})
+    assert response.status_code == 400
+    message = response.json()["error"]["message"]
+    assert "expected at most" in message or "prompt.1.1: expected" in message
+    assert " more" not in message

@@ -18,7 +18,7 @@ from serving import JSON, Served, listening, pieces, refused, sse, stock, wait_u
 from tiny import Gate, fresh_model, random_model
 
 import decode
-from decode.server import generation
+from decode.server import app, generation, run
 from decode.server.answers import StreamedAnswer
 from decode.server.app import create_app
 from decode.server.models import ServedModel
@@ -167,6 +167,32 @@ def test_a_client_that_does_not_read_is_cancelled(bounded):
         wait_until(lambda: counted(state, 'outcome="cancelled"} 1.0'))
 
 
+def test_a_client_that_reads_just_as_it_is_given_up_is_sent_no_end(monkeypatch):
+    """Forwards are missing: nothing may look like a whole answer."""
+    streams, sent = [], []
+
+    class Noted(StreamedAnswer):
+        def __init__(self, *what) -> None:
+            super().__init__(*what)
+            streams.append(self)
+
+    monkeypatch.setattr(app, "StreamedAnswer", Noted)
+    served = stock("m", random_model("llada"))
+
+    async def send(message: dict) -> None:
+        sent.append(message)
+        while message.get("body") and not streams[0].dropped:
+            await asyncio.sleep(0)
+
+    async def main() -> None:
+        app = create_app([served], Options(max_unsent=2000))
+        await ask(app, {**LONG, "stream": True, "events": True}, send)
+        await served.engine.close()
+
+    asyncio.run(main())
+    assert streams[0].dropped and len(sent) == 2 and sent[1]["more_body"]
+
+
 async def ask_slowly(served: ServedModel, body: dict, gate: Gate) -> list[dict]:
     """Return what a client is sent that takes the first chunk once its answer has ended: until it
     is offered that chunk two forwards are computed and no more, so that all other text waits."""
@@ -274,6 +300,30 @@ def test_a_body_that_is_slow_large_or_cut_off_is_refused():
         wait_until(lambda: state.in_flight == 0)
 
 
+def test_a_large_body_is_parsed_beside_the_loop(monkeypatch, served):
+    threads, read = [], app.read_fields
+    monkeypatch.setattr(
+        app, "read_fields", lambda *what: threads.append(threading.get_ident()) or read(*what)
+    )
+    for length in (50, 50, 50_000):
+        served.post("/tokenize", {"model": "tiny-d2f", "prompt": "a " * length})
+    one, same, other = threads
+    assert one == same != other
+
+
+def test_a_text_that_cannot_fit_is_not_tokenized(monkeypatch, served):
+    monkeypatch.setattr(generation, "encode", lambda *_: pytest.fail("it was tokenized"))
+    for path, body in (
+        ("/v1/completions", {"prompt": "a " * 50_000}),
+        ("/v1/chat/completions", {"messages": [{"role": "user", "content": "a " * 50_000}]}),
+        ("/tokenize", {"prompt": "a " * 50_000}),
+    ):
+        response = served.post(path, {"model": "tiny-d2f", **body})
+        field = "messages" if "messages" in body else "prompt"
+        said = refused(response, 400, field, "context_length_exceeded")
+        assert "100000 characters: the context of tiny-d2f is 512" in said
+
+
 @pytest.mark.parametrize("streamed", [True, False])
 def test_a_request_that_takes_too_long_ends(gated, streamed):
     model, gate = gated
@@ -321,3 +371,29 @@ def test_who_finds_the_queue_full_is_refused_whole(gated):
         assert len({response.json()["choices"][0]["text"] for response in others}) == 1
         wait_until(lambda: counted(state, 'outcome="refused"} 2.0'))
         assert engine.stats.refused == 3  # choices
+
+
+def test_idle_connections_are_closed_and_limited(monkeypatch):
+    monkeypatch.setattr(run, "HEADER_SECONDS", 0.5)
+    monkeypatch.setattr(run.Connection, "most", 3)
+    with listening(create_app([stock("m", random_model("llada"))]), http=run.Connection) as url:
+        idle = [connect(url) for _ in range(3)]
+        idle[1].sendall(b"GET /health HTT")
+        # As many as there may be: the one that has waited longest makes room.
+        assert httpx.get(f"{url}/health").status_code == 200
+        with suppress(ConnectionResetError):
+            assert answer(idle[0]) == b""
+        for connection in idle[1:]:
+            assert answer(connection) == b""
+        assert run.Connection.idle == {}
+
+
+def test_the_limit_of_open_files_is_raised():
+    resource = pytest.importorskip("resource")
+    before = resource.getrlimit(resource.RLIMIT_NOFILE)
+    try:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (min(512, before[1]), before[1]))
+        most = run.raise_file_limit()
+        assert most == resource.getrlimit(resource.RLIMIT_NOFILE)[0] == min(before[1], 2**20)
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, before)

@@ -6,12 +6,16 @@ import pytest
 
 pytest.importorskip("tenacity", reason="needs lm-eval[api]")
 
+import lm_eval
 from harness_requests import generation, likelihood
-from lm_eval.models.openai_completions import LocalCompletionsAPI
+from lm_eval.models.openai_completions import LocalChatCompletion, LocalCompletionsAPI
+from lm_eval.tasks import TaskManager
 from serving import QUESTION
 
 from d2f.models import HERE
-from decode.lm_eval import D2FLM
+from decode.lm_eval import D2FLM, TASKS
+
+LIMIT = 8
 
 
 def completions(address, name, **more):
@@ -21,13 +25,25 @@ def completions(address, name, **more):
     )  # fmt: skip
 
 
-def test_answers_are_those_of_our_process(address, tiny_ar):
-    """Asked with ids, which AutoTokenizer makes of a shipped folder."""
-    texts = [f"<|user|>{QUESTION}<|assistant|>", "Ann has 3"]
-    requests = [generation(text, max_gen_toks=16) for text in texts]
-    ours = D2FLM(tiny_ar).generate_until(requests, True)
-    theirs = completions(address, "tiny-ar", batch_size=2).generate_until(requests, True)
-    assert theirs == ours and all(ours)
+def answers(model):
+    found = lm_eval.simple_evaluate(
+        model, tasks=["d2f_story"], limit=LIMIT, apply_chat_template=True, bootstrap_iters=0,
+        task_manager=TaskManager(include_path=str(TASKS), include_defaults=False),
+    )  # fmt: skip
+    return found["results"]["d2f_story"], found["samples"]["d2f_story"]
+
+
+def test_answers_and_scores_are_those_of_our_process(address, tiny_d2f):
+    """Completions are asked with ids, which AutoTokenizer makes of a shipped folder; chats with
+    messages."""
+    ours, samples = answers(D2FLM(tiny_d2f))
+    for client in (
+        completions(address, "tiny-d2f", batch_size=3),
+        LocalChatCompletion(base_url=f"{address}/v1/chat/completions", model="tiny-d2f"),
+    ):
+        theirs, found = answers(client)
+        assert theirs["solved,none"] == ours["solved,none"] > 0
+        assert [one["resps"] for one in found] == [one["resps"] for one in samples]
 
 
 def test_likelihoods_are_those_of_our_process(address, tiny_ar):

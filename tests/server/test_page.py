@@ -141,8 +141,9 @@ def events(models) -> list[list[decode.Event]]:
     ]
 
 
-def test_both_panes_decode_what_generate_decodes(tab, events):
-    tab.page.select_option("#order", "both")
+@pytest.mark.parametrize("order", ["one", "both"])
+def test_both_panes_decode_what_generate_decodes(tab, events, order):
+    tab.page.select_option("#order", order)
     tab.run(STORY)
     for pane in (LEFT, RIGHT):
         result = events[pane][-1].result
@@ -152,7 +153,7 @@ def test_both_panes_decode_what_generate_decodes(tab, events):
         assert counters["Visible tokens"] == str(len(result.tokens))
         assert counters["Tokens a forward"] == f"{result.tokens_per_forward:.2f}"
         assert counters["Rows fed"] == str(sum(fed for fed, _ in result.calls))
-        expect(tab.pane(pane).locator(".shared")).to_be_visible()
+        expect(tab.pane(pane).locator(".shared")).to_be_visible(visible=order == "both")
     assert "The same text." in tab.page.locator("#status").inner_text()
 
 
@@ -230,6 +231,15 @@ def test_what_is_taken_back_is_marked(tab, models):
         assert sum("settled" in marks for _, marks in cells) == len(event.settled)
         assert all(cells[p][0] for p in gone)  # the text that it had
     assert seen
+
+
+def test_an_empty_answer_has_its_likely_reason(tab):
+    tab.run("What is the capital of France?")
+    said = "1 answer is empty: the model may not know such a task"
+    assert tab.text(LEFT) == ""
+    expect(tab.pane(LEFT).locator(".error")).to_contain_text(said)
+    tab.run(STORY)
+    expect(tab.pane(LEFT).locator(".error")).to_be_hidden()
 
 
 def test_play_and_pause(tab):
@@ -322,13 +332,21 @@ CHUNK = {"choices": [{"index": 0, "delta": {"content": "<i>4"}, "finish_reason":
             {"status": 429, "json": {"error": REFUSED}, "headers": {"retry-after": "7"}},
             "the <b>queue</b> is full [429] (try again in 7 s)",
         ),
+        ({"status": 503, "body": "<h1>no</h1>"}, "<h1>no</h1> [503]"),
         (
             {"body": f"data: {json.dumps(CHUNK)}\n\n", "content_type": "text/event-stream"},
             "The connection ended before the answer did.",
         ),
+        (
+            {
+                "body": f"data: {json.dumps({'error': REFUSED})}\n\n",
+                "content_type": "text/event-stream",
+            },
+            "the <b>queue</b> is full",
+        ),
         (None, "The server cannot be reached."),
     ],
-    ids=["429", "cut", "gone"],
+    ids=["429", "503", "cut", "in the stream", "gone"],
 )
 def test_what_goes_wrong_is_said_as_text(browser, address, answer, said):
     """In the server's own words, which are never taken for HTML; then it can be run again."""
