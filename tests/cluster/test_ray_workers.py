@@ -156,12 +156,13 @@ class TestOnRay:
         with pytest.raises(InputError, match=dies):
             list(crew.map(work, ((n, n) for n in range(8)), 4))
 
-    def test_a_command_that_is_interrupted_leaves_no_process_and_goes_on_as_one_worker_would(
-        self, saved, tmp_path
+    @pytest.mark.parametrize(("how", "count"), [(signal.SIGINT, "2"), (signal.SIGKILL, "1")])
+    def test_a_command_that_is_stopped_leaves_no_process_and_goes_on_as_one_worker_would(
+        self, saved, tmp_path, how, count
     ):
         rows = write_rows(tmp_path / "rows.jsonl")
         one = answered(saved, rows, tmp_path / "one", "--temperature", "0.9")
-        words = command(saved, rows, tmp_path / "two", "--temperature", "0.9", "--workers", "2")
+        words = command(saved, rows, tmp_path / "two", "--temperature", "0.9", "--workers", count)
         slow = f"import slow_rows; from decode.batch import main; raise SystemExit(main({words}))"
         running = subprocess.Popen(
             [sys.executable, "-c", slow],
@@ -176,9 +177,10 @@ class TestOnRay:
             time.sleep(0.1)
         assert running.poll() is None, running.stderr.read()
         started = psutil.Process(running.pid).children(recursive=True)
-        running.send_signal(signal.SIGINT)
+        running.send_signal(how)
         _, said = running.communicate(timeout=60)
-        assert running.returncode == 130 and "interrupted; what is answered stays" in said
+        assert running.returncode == (130 if how == signal.SIGINT else -how)
+        assert how == signal.SIGKILL or "interrupted; what is answered stays" in said
         _, alive = psutil.wait_procs(started, timeout=60)
         assert alive == []
         assert 3 <= ledger.read_bytes().count(b"\n") - 1 < len(ROWS)
