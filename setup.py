@@ -81,9 +81,9 @@ setup(
         "wandb>=0.25",
     ],
     extras_require={
-        "plot": ["matplotlib>=3.9", "adjusttext>=1.3"],
-        "tune": ["optuna>=4.0", "matplotlib>=3.9", "adjusttext>=1.3"],
-        "compare": ["openai>=2.0", "matplotlib>=3.9", "adjusttext>=1.3"],
+        "plot": ["matplotlib>=3.9"],
+        "tune": ["optuna>=4.0", "matplotlib>=3.9"],
+        "compare": ["openai>=2.0", "matplotlib>=3.9"],
         "serve": [
             "fastapi>=0.120",
             "uvicorn>=0.38",
@@ -125,7 +125,6 @@ setup(
             "types-PyYAML>=6.0",
             "tensorboard>=2.20",
             "matplotlib>=3.9",
-            "adjusttext>=1.3",
             "optuna>=4.0",
             "scipy>=1.13",
             "math-verify>=0.9",

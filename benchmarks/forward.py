@@ -11,8 +11,6 @@ milliseconds: `cpu` is the processor time of the whole process, the others are w
     wait      for both, and their way to the host
     accept    the decoders' own work: taking the predictions, the next step
     event     what the caller is told of it
-    products  the matrix products of a forward of the median rows, head included, one after the
-              other on made-up numbers: what no forward can be faster than with these kernels
 
 `--profile` lists the operators of the first batch size by their own time instead.
 """
@@ -36,21 +34,18 @@ import d2f
 import decode
 import decode.engine.engine
 from benchmarks import parser
-from benchmarks.common import seconds as seconds_of
 from d2f.files import write_beside
 from d2f.model import DiffusionModel
 from d2f.tasks import make_problems
 from d2f.tasks.task import RESPONSE_LENGTH, TASKS
 from decode.decoders import Decoder
-from decode.engine.batch import FlatRows, join
+from decode.engine.batch import FlatRows
 from decode.engine.cuda_graphs import GraphForwards
 from decode.engine.engine import Engine
 from decode.engine.prompts import encode
 from decode.engine.request import Request
 from decode.report import environment
-from decode.step import Step
 
-REPEAT = 50  # of the products alone
 PARTS = ("build", "model", "predict", "wait", "accept", "event")
 
 
@@ -123,56 +118,19 @@ def measure(model: DiffusionModel, task: str, problems: int, batch_size: int) ->
     engine_of(model, requests_of(model, task, 1), 1).advance()  # pays for what is done only once
     engine = engine_of(model, requests := requests_of(model, task, problems), batch_size)
     times: dict[str, list[float]] = {part: [] for part in ("forward", "cpu", *PARTS)}
-    rows, sizes = [], []
-
-    def noted(steps: list[Step], bases: list[int]) -> FlatRows:
-        flat = join(steps, bases)
-        sizes.append((len(flat.tokens), len(flat.read)))
-        return flat
-
-    with patch.object(decode.engine.engine, "join", noted), timed_parts(model) as seconds:
+    with timed_parts(model) as seconds:
         while engine.waiting or engine.running:
-            for part in PARTS:
-                seconds[part] = 0.0
+            seconds.update(dict.fromkeys(PARTS, 0.0))
             wall, cpu = time.perf_counter(), time.process_time()
             engine.advance()
             times["cpu"].append(time.process_time() - cpu)
             times["forward"].append(time.perf_counter() - wall)
             for part in PARTS:
                 times[part].append(seconds[part])
-    for request in requests:
-        assert request.result is not None
-        rows += [fed for fed, _ in request.result.calls]
+    calls = [request.result.calls for request in requests if request.result is not None]
+    rows = statistics.median(fed for own in calls for fed, _ in own)
     medians = {part: 1e3 * statistics.median(values) for part, values in times.items()}
-    fed, read = (int(statistics.median(column)) for column in zip(*sizes, strict=True))
-    medians["products"] = 1e3 * products(model, fed, read)
-    return {"forwards": engine.forwards, "rows": statistics.median(rows), **medians}
-
-
-def products(model: DiffusionModel, rows: int, read: int) -> float:
-    """Median seconds of all matrix products of a forward that feeds `rows` and reads `read`, by the
-    kernels that the model's forwards use, on random numbers. NaN for a forward in C++, whose
-    products have no call of their own."""
-    if model.scores_natively:
-        return float("nan")
-    kind = {"device": model.device, "dtype": model.dtype}
-    compiled = [] if model.compiled_rows is None else model.compiled_rows.products
-    layers: list[tuple[Callable[[torch.Tensor], torch.Tensor], int]]
-    if compiled:
-        layers = [(product, product.inputs) for product in compiled]
-    else:
-        found = [m for m in model.backbone.model.modules() if isinstance(m, torch.nn.Linear)]
-        layers = [(layer, layer.in_features) for layer in found]
-    inputs = [torch.randn(1, rows, width, **kind) for _, width in layers]
-    last = torch.randn(1, read, model.backbone.lm_head.in_features, **kind)
-
-    def all_of_them() -> None:
-        for (layer, _), x in zip(layers, inputs, strict=True):
-            layer(x)
-        model.backbone.lm_head(last)
-
-    with torch.inference_mode():
-        return seconds_of(all_of_them, model.device.type, REPEAT)
+    return {"forwards": engine.forwards, "rows": rows, **medians}
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -207,7 +165,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
                 pass
         print(profile.key_averages().table(sort_by="self_cpu_time_total", row_limit=20))
         return 0
-    columns = ("forward", "cpu", *PARTS, "products")
+    columns = ("forward", "cpu", *PARTS)
     print(f"{'batch':>6}{'forwards':>10}{'rows':>7}" + "".join(f"{c:>9}" for c in columns))
     measured = {}
     for batch_size in options.batch_sizes:

@@ -9,11 +9,11 @@ Run every GPU measurement of the project on this machine's NVIDIA GPU, in this o
     forward      the parts of a decoding forward of the bundled models
     compare      the bundled models beside each other, and beside vLLM with --vllm-python
 
-The file is whole after every row. The same command goes on with it: what was measured on the same
-device with the same code and versions is not measured again; what failed is, at the end. With
---minutes a measurement that would not be over in time is left for the next call, and one that takes
-longer than expected is cut off; what it had written is kept. A warning that a kernel or a graph is
-not used stands beside every later figure, which is then one of the plain computation.
+The file is whole after every measurement. The same command goes on with it: what was measured on
+the same device with the same code and versions is not measured again; what failed is, at the end.
+With --minutes a measurement that would not be over in time is left for the next call, and one that
+takes longer than expected is cut off; what it had written is kept. A warning that a kernel or a
+graph is not used stands beside every later figure, which is then one of the plain computation.
 
 At the end come the tables for docs/gpu.md; --table prints those of a file, on any machine.
 """
@@ -32,7 +32,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from datetime import date
@@ -48,7 +48,7 @@ ROOT = Path(__file__).parents[1]
 CODE = ("triton_kernels", "d2f", "decode", "distill", "benchmarks", "tests")
 FALLBACK = re.compile(r"Warning: ((?:the Triton kernel|no CUDA graph).*)")
 KEPT = 6000  # characters of what a measurement printed, its end
-POLL, GRACE = 0.5, 5.0  # seconds between looks at its rows, and for ending by itself
+GRACE = 5.0  # seconds in which a measurement may end by itself
 PARTS = ("correctness", "decode_step", "kernels", "training", "forward", "compare")
 DONE, FAILED, CUT, NOT_RUN = "done", "failed", "cut", "not run"
 TESTS = ("pytest", "hypothesis")
@@ -114,167 +114,102 @@ MEASUREMENTS = tuple(Measurement(*row) for row in (
 ))  # fmt: skip
 
 
-class Results:
-    """The file at `path`, and in it the run of these facts, begun or gone on with.
-
-    {"runs": [{"facts":    {"device": ..., "torch": ..., "code": ...},   what it was run on
-               "measured": {"attention": {
-                    "state":    done | failed | cut | not run
-                    "why":      why it failed or did not run; else empty
-                    "command", "date", "commit", "seconds",
-                    "warnings": those after which figures are of the plain computation
-                    "found":    what the benchmark wrote, or had written when it was cut off
-                    "output":   the end of what it printed}}}]}
-    """
-
-    def __init__(self, path: Path, facts: dict[str, Any]):
-        self.path = path
-        self.runs: list[dict[str, Any]] = read_runs(path) if path.exists() else []
-        same = [run for run in self.runs if run["facts"] == facts]
-        run = same[-1] if same else {"facts": facts, "measured": {}}
-        if not same:
-            self.runs.append(run)
-        self.facts: dict[str, Any] = run["facts"]
-        self.measured: dict[str, dict[str, Any]] = run["measured"]
-
-    def save(self, name: str, entry: dict[str, Any]) -> None:
-        """Keep a measurement, in place of an earlier one."""
-        self.measured[name] = entry
-        write_beside(self.path, json.dumps({"runs": self.runs}, indent=1) + "\n")
-
-    def seconds(self, name: str) -> float | None:
-        """Return what a measurement last took on this device, by any code: half as much again if it
-        was cut off, None if it was not measured."""
-        for run in reversed(self.runs):
-            alike = all(run["facts"][key] == self.facts[key] for key in ("device", "dry_run"))
-            entry = run["measured"].get(name)
-            if alike and entry is not None and entry["state"] in (DONE, CUT):
-                return float(entry["seconds"]) * (1.5 if entry["state"] == CUT else 1.0)
-        return None
+Run = dict[str, Any]
+"""What was measured on one device with one state of the code: {"facts": {"device", "torch", "code",
+...}, "measured": {NAME: entry}}. An entry has its state (done, failed, cut, not run) and why, its
+command, date, commit and seconds, the warnings after which figures are of the plain computation,
+what the benchmark wrote (found) and the end of what it printed (output)."""
 
 
-class Session:
-    """Run measurements into a file of results, until `deadline` (`time.monotonic`)."""
+def run_of(runs: list[Run], facts: dict[str, Any]) -> Run:
+    """Find the last run of these facts, or begin one."""
+    found = next((run for run in reversed(runs) if run["facts"] == facts), None)
+    if found is None:
+        runs.append(found := {"facts": facts, "measured": {}})
+    return found
 
-    def __init__(self, results: Results, deadline: float, vllm_python: str | None = None):
-        self.results, self.deadline, self.vllm_python = results, deadline, vllm_python
-        self.dry, self.commit = results.facts["dry_run"], commit()
-        entries = results.measured.values()
-        self.warnings = list(dict.fromkeys(w for entry in entries for w in entry["warnings"]))
 
-    def run(self, measurements: Sequence[Measurement]) -> None:
-        """Measure what is missing and fits into the time: new ones, then those that failed."""
-        make_folder(self.results.path.parent)
-        measured, todo = self.results.measured, []
-        for found in measurements:
-            entry = measured.get(found.name)
-            if entry and entry["state"] == DONE and entry["command"] == self.words(found):
-                _say(found, f"measured on {entry['date']}, same device, code and versions")
-            else:
-                todo.append(found)
-        todo.sort(key=lambda m: measured.get(m.name, {}).get("state") == FAILED)
-        for found in todo:
-            seconds = self.results.seconds(found.name)
-            if seconds is None:
-                seconds = 0.0 if self.dry else found.seconds
-            left = max(0.0, self.deadline - time.monotonic())
-            cuda = self.results.facts["device"] != "cpu"
-            if why := found.hindrance(cuda=cuda, dry=self.dry):
-                _say(found, f"not run: {why}")
-                self._save(found, NOT_RUN, why)
-            elif seconds + GRACE > left:
-                _say(found, f"left for the next call: about {seconds:.0f} s, {left:.0f} are left")
-            else:
-                self.measure(found)
-
-    def words(self, found: Measurement) -> list[str]:
-        """The module of a measurement, and its arguments."""
-        words = found.words(dry=self.dry)
-        if found.part == "compare" and self.vllm_python:
-            words += ["--vllm-python", self.vllm_python]
-        beside = self.results.path.with_suffix("").resolve()
-        if beside.is_relative_to(ROOT):  # where it runs: no path of this machine in a report
-            beside = beside.relative_to(ROOT)
-        return [word.format(beside=beside, code=self.results.facts["code"]) for word in words]
-
-    def measure(self, found: Measurement) -> None:
-        """Run one measurement; keep every row as it comes."""
+def measure_all(
+    measurements: Sequence[Measurement],
+    path: Path,
+    facts: dict[str, Any],
+    deadline: float = math.inf,
+    vllm_python: str | None = None,
+) -> list[Run]:
+    """Measure what is missing and fits into the time until `deadline` (`time.monotonic`): new ones,
+    then those that failed. Write `path` after each; return the runs in it."""
+    runs = read_runs(path) if path.exists() else []
+    run, dry, commit = run_of(runs, facts), facts["dry_run"], _commit()
+    measured = run["measured"]
+    warnings = list(dict.fromkeys(w for entry in measured.values() for w in entry["warnings"]))
+    make_folder(path.parent)
+    for found in sorted(
+        measurements, key=lambda m: measured.get(m.name, {}).get("state") == FAILED
+    ):
+        words, entry = _words(found, path, facts, vllm_python), measured.get(found.name)
+        if entry and entry["state"] == DONE and entry["command"] == words:
+            _say(found, f"measured on {entry['date']}, same device, code and versions")
+            continue
+        left = max(0.0, deadline - time.monotonic() - GRACE)
+        if not dry and found.seconds > left:
+            _say(found, f"left for the next call: about {found.seconds} s, {left:.0f} are left")
+            continue
+        made: Run = {"state": NOT_RUN, "found": {}, "output": ""}
+        made["why"] = found.hindrance(cuda=facts["device"] != "cpu", dry=dry)
         began = time.monotonic()
-        with tempfile.TemporaryDirectory() as folder:
-            rows, log = Path(folder) / "found.json", Path(folder) / "log.txt"
-            command = [sys.executable, "-m", *self.words(found), "--json", str(rows)]
-
-            def save(state: str, why: str = "") -> None:
-                text = log.read_text(encoding="utf-8", errors="replace")
-                self.warnings += dict.fromkeys(
-                    w for w in FALLBACK.findall(text) if w not in self.warnings
-                )
-                written = json.loads(rows.read_text(encoding="utf-8")) if rows.exists() else {}
-                self._save(found, state, why, time.monotonic() - began, written, text[-KEPT:])
-
-            status = run_until(command, self.deadline - GRACE, log, lambda: save(CUT))
-            if status is None:
-                save(CUT, "the time was over")
-            elif status:
-                save(FAILED, f"exit status {status}")
-                print("\n".join(f"    {line}" for line in log.read_text("utf-8").split("\n")[-25:]))
-            else:
-                save(DONE)
-        entry = self.results.measured[found.name]
-        why = f": {entry['why']}" if entry["why"] else ""
-        _say(found, f"{entry['state']}{why}, {time.monotonic() - began:.0f} s")
-        for warning in entry["warnings"]:
+        try:
+            if not made["why"]:
+                _measure(words, left, made)
+        finally:  # also of one that was interrupted what it has written is kept
+            warnings += [w for w in FALLBACK.findall(made["output"]) if w not in warnings]
+            made |= {"command": words, "date": date.today().isoformat(), "commit": commit}
+            made |= {"seconds": round(time.monotonic() - began, 1), "warnings": list(warnings)}
+            made["output"] = made["output"][-KEPT:]
+            measured[found.name] = made
+            write_beside(path, json.dumps({"runs": runs}, indent=1) + "\n")
+        why = f": {made['why']}" if made["why"] else ""
+        _say(found, f"{made['state']}{why}, {made['seconds']:.0f} s")
+        for warning in warnings:
             print(f"    warned of: {warning}")
-
-    def _save(
-        self,
-        measurement: Measurement,
-        state: str,
-        why: str,
-        seconds: float = 0.0,
-        found: dict[str, Any] | None = None,
-        output: str = "",
-    ) -> None:
-        entry = {
-            "state": state,
-            "why": why,
-            "command": self.words(measurement),
-            "date": date.today().isoformat(),
-            "commit": self.commit,
-            "seconds": round(seconds, 1),
-            "warnings": list(self.warnings),
-            "found": found or {},
-            "output": output,
-        }
-        self.results.save(measurement.name, entry)
+        if made["state"] == FAILED:
+            print("\n".join(f"    {line}" for line in made["output"].splitlines()[-25:]))
+    return runs
 
 
-def run_until(
-    command: Sequence[str], deadline: float, log: Path, look: Callable[[], None]
-) -> int | None:
-    """Run a command and return its exit status, None where it still ran at the deadline.
+def _words(
+    found: Measurement, path: Path, facts: dict[str, Any], vllm_python: str | None
+) -> list[str]:
+    """Return the module of a measurement, and its arguments."""
+    words = found.words(dry=facts["dry_run"])
+    if found.part == "compare" and vllm_python:
+        words += ["--vllm-python", vllm_python]
+    beside = path.with_suffix("").resolve()
+    if beside.is_relative_to(ROOT):  # where it runs: no path of this machine in a report
+        beside = beside.relative_to(ROOT)
+    return [word.format(beside=beside, code=facts["code"]) for word in words]
 
-    It is ended then, with the processes that it started. What it prints goes to `log`; `look` is
-    called while it runs.
-    """
+
+def _measure(words: list[str], seconds: float, made: Run) -> None:
+    """Run a measurement for at most so many seconds, then end it with all that it started; fill in
+    its state, what it has written and what it printed."""
     paths = [str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]
     environment = os.environ | {"PYTHONPATH": os.pathsep.join(paths), "PYTHONUNBUFFERED": "1"}
-    with log.open("wb") as out:
-        process = subprocess.Popen(
-            command,
-            cwd=ROOT,
-            env=environment,
-            stdin=subprocess.DEVNULL,
-            stdout=out,
-            stderr=subprocess.STDOUT,
-            process_group=0,
-        )
+    with tempfile.TemporaryDirectory() as folder:
+        rows, log = Path(folder) / "found.json", Path(folder) / "log.txt"
+        command = [sys.executable, "-m", *words, "--json", str(rows)]
+        made.update(state=CUT, why="it was interrupted")
+        with log.open("wb") as out:
+            process = subprocess.Popen(
+                command, cwd=ROOT, env=environment, stdin=subprocess.DEVNULL, stdout=out,
+                stderr=subprocess.STDOUT, process_group=0,
+            )  # fmt: skip
         try:
-            while (left := deadline - time.monotonic()) > 0:
-                with suppress(subprocess.TimeoutExpired):
-                    return process.wait(min(POLL, left))
-                look()
-            return None
+            status = process.wait(None if math.isinf(seconds) else seconds)
+            made.update(state=DONE, why="")
+            if status:
+                made.update(state=FAILED, why=f"exit status {status}")
+        except subprocess.TimeoutExpired:
+            made["why"] = "the time was over"
         finally:
             with suppress(ProcessLookupError):  # nothing of its group is left
                 os.killpg(process.pid, signal.SIGTERM)
@@ -282,6 +217,8 @@ def run_until(
                     process.wait(GRACE)
                 os.killpg(process.pid, signal.SIGKILL)
             process.wait()
+            made["output"] = log.read_text(encoding="utf-8", errors="replace")
+            made["found"] = json.loads(rows.read_text("utf-8")) if rows.exists() else {}
 
 
 def code() -> str:
@@ -292,7 +229,7 @@ def code() -> str:
     return total.hexdigest()[:12]
 
 
-def commit() -> str | None:
+def _commit() -> str | None:
     """Return the commit that is checked out, None without git or a repository."""
     if shutil.which("git") is None:
         return None
@@ -410,18 +347,19 @@ def main(arguments: Sequence[str] | None = None) -> int:
         facts = in_fresh_process(device_and_versions) or {}
         if facts["device"] == "cpu" and not options.dry_run:
             raise InputError("expected an NVIDIA GPU, torch finds none (--dry-run does without)")
-        results = Results(options.output, facts | {"code": code(), "dry_run": options.dry_run})
+        facts |= {"code": code(), "dry_run": options.dry_run}
+        chosen = [found for found in MEASUREMENTS if found.part in options.only]
+        deadline = began + 60 * options.minutes
+        runs = measure_all(chosen, options.output, facts, deadline, options.vllm_python)
     except InputError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
-    session = Session(results, began + 60 * options.minutes, options.vllm_python)
-    try:
-        session.run([found for found in MEASUREMENTS if found.part in options.only])
     except KeyboardInterrupt:
         print("interrupted; the same command goes on", file=sys.stderr)
         return 130
-    print(f"\n{markdown(results.runs)}")
-    failed = [name for name, entry in results.measured.items() if entry["state"] == FAILED]
+    print(f"\n{markdown(runs)}")
+    measured = run_of(runs, facts)["measured"]
+    failed = [name for name, entry in measured.items() if entry["state"] == FAILED]
     if failed:
         print(f"error: failed, see above: {'; '.join(failed)}", file=sys.stderr)
     return 1 if failed else 0

@@ -9,7 +9,6 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Callable
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +18,7 @@ from benchmarks.make_models import results_table
 from benchmarks.sizes import decoding_table, weights_table
 from d2f.files import write_beside
 from d2f.quantize import QUANTISATIONS
+from decode.compare.report import Report
 from decode.report import markdown_table
 
 ROOT = Path(__file__).parent.parent
@@ -26,55 +26,30 @@ RESULTS = ROOT / "benchmarks" / "results"
 BASELINE = "vLLM"
 
 
-@dataclass(frozen=True)
-class Summary:
-    """A comparison as it is kept in the repository: what was measured, on what.
-
-    speeds: a row for each workload, concurrency and entry; throughput counts visible tokens a
-    second of all requests together, the median repetition. accuracies: a row for each workload and
-    entry. failures: entries with failed requests. It is the summary.json of `d2f compare`.
-    """
-
-    about: dict[str, Any]
-    speeds: list[dict[str, Any]]
-    accuracies: list[dict[str, Any]]
-    failures: list[dict[str, Any]] = field(default_factory=list)
-
-    @classmethod
-    def load(cls, name: str) -> Summary:
-        """Read benchmarks/results/`name`/summary.json."""
-        return cls(**json.loads((RESULTS / name / "summary.json").read_text(encoding="utf-8")))
-
-    @property
-    def workloads(self) -> list[str]:
-        return list(dict.fromkeys(row["workload"] for row in self.speeds))
-
-    def at(self, workload: str, concurrency: int) -> dict[str, dict[str, Any]]:
-        """Return the speeds at one load, by entry."""
-        return {
-            row["entry"]: row
-            for row in self.speeds
-            if (row["workload"], row["concurrency"]) == (workload, concurrency)
-        }
-
-    def right(self, entry: str, workload: str) -> tuple[int, int] | None:
-        """Right answers and problems, None where nothing was judged."""
-        for row in self.accuracies:
-            if (row["entry"], row["workload"]) == (entry, workload):
-                return row["right"], row["problems"]
-        return None
-
-    def measured(self) -> str:
-        """When and on what this was measured."""
-        tasks = " and ".join(self.workloads)
-        about = self.about
-        return (
-            f"{tasks}: {about['date']}, {about['device']}, torch {about['versions']['torch']}, "
-            "fp32."
-        )
+Speeds = dict[str, dict[str, Any]]
 
 
-def fastest_of_vllm(speeds: dict[str, dict[str, Any]]) -> dict[str, Any]:
+def load(name: str) -> Report:
+    """Read a comparison of benchmarks/results."""
+    return Report(**json.loads((RESULTS / name / "summary.json").read_text(encoding="utf-8")))
+
+
+def speeds_at(report: Report, workload: str, concurrency: int) -> Speeds:
+    """Return the speeds at one load, by entry."""
+    level = workload, concurrency
+    found = (row for row in report.speeds if (row["workload"], row["concurrency"]) == level)
+    return {row["entry"]: row for row in found}
+
+
+def right(report: Report, entry: str, workload: str) -> tuple[int, int] | None:
+    """Return right answers and problems, None where nothing was judged."""
+    for row in report.accuracies:
+        if (row["entry"], row["workload"]) == (entry, workload):
+            return row["right"], row["problems"]
+    return None
+
+
+def fastest_of_vllm(speeds: Speeds) -> dict[str, Any]:
     """Find the fastest of the ways to serve with vLLM (entries whose names begin like it)."""
     served = [row for entry, row in speeds.items() if entry.startswith(BASELINE)]
     return max(served, key=lambda row: row["throughput"])
@@ -82,18 +57,22 @@ def fastest_of_vllm(speeds: dict[str, dict[str, Any]]) -> dict[str, Any]:
 
 def frontier() -> str:
     """Say what D2F and verified WeDLM gain over vLLM's fastest way, a sentence a task."""
-    found = [Summary.load("frontier-tiny"), Summary.load("frontier-code")]
-    lines = [_gain(summary, task) for summary in found for task in summary.workloads]
-    return "\n".join([*lines, "", *(summary.measured() for summary in found)])
+    found = [load("frontier-tiny"), load("frontier-code")]
+    lines = [_gain(report, task) for report in found for task in report.workloads]
+    for report in found:
+        about, tasks = report.about, " and ".join(report.workloads)
+        on = f"{about['date']}, {about['device']}, torch {about['versions']['torch']}"
+        lines += [""] * (report is found[0]) + [f"{tasks}: {on}, fp32."]
+    return "\n".join(lines)
 
 
-def _gain(summary: Summary, task: str) -> str:
-    speeds = summary.at(task, 1)
+def _gain(report: Report, task: str) -> str:
+    speeds = speeds_at(report, task, 1)
     base, plain = fastest_of_vllm(speeds), speeds["autoregressive"]
     fastest = max(speeds.values(), key=lambda row: row["throughput"])
 
-    def right(entry: str) -> str:
-        count = summary.right(entry, task)
+    def share(entry: str) -> str:
+        count = right(report, entry, task)
         assert count is not None
         return f"{count[0] / count[1]:.1%}"
 
@@ -104,38 +83,40 @@ def _gain(summary: Summary, task: str) -> str:
         f"- `{task}`: D2F **{times('D2F'):.1f} times** {base['entry']} "
         f"({speeds['D2F']['throughput']:,.0f} against {base['throughput']:,.0f} visible tokens a "
         f"second) and {speeds['D2F']['throughput'] / plain['throughput']:.1f} times the same model "
-        f"in this toolkit's engine ({plain['throughput']:,.0f}), right in {right('D2F')} against "
-        f"{right(base['entry'])}; surer {times('D2F surer'):.1f} times, right in "
-        f"{right('D2F surer')}; lossless, verified WeDLM {times('WeDLM verified'):.1f} times "
-        f"({speeds['WeDLM verified']['throughput']:,.0f}), right in {right('WeDLM verified')}. "
+        f"in this toolkit's engine ({plain['throughput']:,.0f}), right in {share('D2F')} against "
+        f"{share(base['entry'])}; surer {times('D2F surer'):.1f} times, right in "
+        f"{share('D2F surer')}; lossless, verified WeDLM {times('WeDLM verified'):.1f} times "
+        f"({speeds['WeDLM verified']['throughput']:,.0f}), right in {share('WeDLM verified')}. "
         f"The fastest here: {fastest['entry']} ({fastest['throughput']:,.0f}), right in "
-        f"{right(fastest['entry'])}."
+        f"{share(fastest['entry'])}."
     )
 
 
 def comparison() -> str:
     """Every entry's speed at each load, beside the fastest of vLLM's ways there."""
-    summary = Summary.load("compare-tiny")
-    levels = sorted({row["concurrency"] for row in summary.speeds})
+    report = load("compare-tiny")
+    levels = sorted({row["concurrency"] for row in report.speeds})
     rows = []
-    for workload in summary.workloads:
-        for entry in dict.fromkeys(row["entry"] for row in summary.speeds):
+    for workload in report.workloads:
+        for entry in dict.fromkeys(row["entry"] for row in report.speeds):
             cells = []
             for level in levels:
-                speeds = summary.at(workload, level)
+                speeds = speeds_at(report, workload, level)
                 if entry not in speeds:
                     cells.append("-")
                     continue
                 speed, base = speeds[entry]["throughput"], fastest_of_vllm(speeds)["throughput"]
                 ratio = "" if entry.startswith(BASELINE) else f" ({speed / base:.2f}x)"
                 cells.append(f"{speed:,.0f}{ratio}")
-            forward = summary.at(workload, levels[0]).get(entry, {}).get("tokens_per_forward")
-            count = summary.right(entry, workload)
+            forward = (
+                speeds_at(report, workload, levels[0]).get(entry, {}).get("tokens_per_forward")
+            )
+            count = right(report, entry, workload)
             cells.append("-" if forward is None else f"{forward:.2f}")
             cells.append("-" if count is None else f"{count[0]} of {count[1]}")
             rows.append((workload, entry, *cells))
     head = ["task", "entry", *(f"{level} in flight" for level in levels)]
-    about = summary.about
+    about = report.about
     versions = {k: v for k, v in about["versions"].items() if k in ("torch", "transformers")}
     versions["vLLM"] = about["entries"][BASELINE].get("vllm")
     said = ", ".join(f"{name} {version}" for name, version in versions.items() if version)

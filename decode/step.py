@@ -3,7 +3,7 @@ it, events and a `Result` tell the caller. Importing it does not import torch.""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -79,6 +79,12 @@ class Predictions:
         """Take those of some of the rows."""
         found = {name: column[part] for name, column in vars(self).items() if column is not None}
         return Predictions(**found)
+
+    @staticmethod
+    def joined(parts: Sequence[Predictions]) -> Predictions:
+        """Join those of parts of the rows."""
+        names = [name for name, column in vars(parts[0]).items() if column is not None]
+        return Predictions(**{n: np.concatenate([vars(part)[n] for part in parts]) for n in names})
 
 
 FinishReason = Literal["end", "stop", "length", "error"]

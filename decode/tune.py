@@ -621,8 +621,8 @@ def described(setting: Setting) -> str:
 
 
 def draw(report: Mapping[str, Any], folder: Path) -> None:
-    """Write frontier.png and frontier.svg: a panel a task, with the search and the held-out
-    measurement, whose speeds are of another time."""
+    """Write frontier.png and frontier.svg, light and dark: a panel a task, with the search and the
+    held-out measurement, whose speeds are of another time."""
     from decode import plots
 
     run, around = report["run"], report["environment"]
@@ -661,7 +661,7 @@ def draw(report: Mapping[str, Any], folder: Path) -> None:
         f"{report['model']}, decoder {run['decoder']}, batch {run['batch_size']}, "
         f"{_machine(around)}, {around['date']}. Bars: 95 % Wilson intervals."
     )
-    plots.save(plots.draw(panels, caption, columns=1), folder / "frontier")
+    plots.save(panels, caption, folder / "frontier", columns=1)
 
 
 # The command.

@@ -13,11 +13,11 @@ from d2f.quantize import require
 from distill.checkpoint import RunFolder
 from distill.config import TrainConfig
 from distill.data.stream import Plan, fill_rows, plan
-from distill.evaluation import jobs
+from distill.evaluation import HeldoutLoss, jobs
 from distill.export import as_trained, prepare_model
-from distill.heldout_loss import HeldoutLoss
 from distill.objectives import OBJECTIVES
 from distill.trainer import doubts, rows_at_once
+from triton_kernels.masked_kl import tile_shape
 
 BASE = ".base_layer.weight"  # of a layer that PEFT has put a LoRA on
 SHARD = int(5e9)  # most bytes of a file (`d2f.saving.MAX_SHARD_SIZE`)
@@ -90,7 +90,7 @@ def estimate(model: DiffusionModel, config: TrainConfig, tokens: int, reads: int
         activations=layers * layer,
         # Each layer keeps its input, and one layer at a time is computed again.
         activations_checkpointed=layers * kept * shape.hidden_size * tokens + layer,
-        loss=OBJECTIVES[config.objective.name].loss_bytes(model, config, reads),
+        loss=loss_bytes(model, config, reads),
         export=load
         + 4 * trained * adapted
         + moments
@@ -132,6 +132,16 @@ def layer_bytes(model: DiffusionModel, config: TrainConfig) -> int:
         inputs = sum(any(name in targets for name in group) for group in groups)
         lora = kept * (hidden * inputs + inner * ("down_proj" in targets))
     return attention + norms + mlp + lora + len(targets) * size * rank
+
+
+def loss_bytes(model: DiffusionModel, config: TrainConfig, reads: int) -> int:
+    """Return the memory of the loss on `reads` rows: logits as the head gives them, in fp32, and
+    one fp32 tensor computed of them; of a KL a tile of both models' at a time."""
+    logits = reads * model.vocab_size
+    if config.objective.best_loss == "kl":
+        rows, columns = tile_shape(reads, model.vocab_size, model.device)
+        logits = 2 * rows * columns
+    return logits * ((4 if config.mixed_precision == "no" else 2) + 8)
 
 
 def is_linear(name: str) -> bool:

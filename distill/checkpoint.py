@@ -81,10 +81,10 @@ def newest(folder: Path) -> dict[str, Any] | None:
             return {key: state[key] for key in ("step", "sample", "weights", "optimizer")} | state
         except Exception as error:  # what torch raises for a damaged file has no common type
             reason = str(error).strip().split("\n")[0]
-            if isinstance(error, pickle.UnpicklingError):  # torch tells how to run its code
-                reason = "it holds more than tensors and numbers"
-            if isinstance(error, KeyError | TypeError):
-                reason = "it is no checkpoint of a training"
+            if isinstance(error, pickle.UnpicklingError | KeyError | TypeError):
+                reason = (
+                    "it is no checkpoint of a training"  # torch's own tells how to run its code
+                )
             warnings.warn(f"damaged checkpoint passed over: {path}: {reason}", stacklevel=2)
     if steps(folder):
         raise CheckpointError(

@@ -1,11 +1,12 @@
-"""Prepare the model that a run trains, and write what the run made: model, adapter, card."""
+"""Prepare the model that a run trains, write what the run made (model, adapter, card), and bring
+models into another form (`d2f convert`)."""
 
 from __future__ import annotations
 
 import contextlib
 import dataclasses
-import hashlib
-import json
+import importlib.util
+import shutil
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -14,22 +15,32 @@ from typing import Any
 import torch
 from accelerate import Accelerator
 from huggingface_hub import ModelCardData
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    PreTrainedTokenizerBase,
+)
 
 import d2f
 from d2f.adapters import attach, new_lora
 from d2f.checkpoint import fingerprint, folder_of, stored_dtype
-from d2f.convert import build, convert
-from d2f.errors import InputError
-from d2f.files import says_what_is_kept, writing_folder
+from d2f.convert import build, convert, reserved_tokens
+from d2f.device import parse_dtype
+from d2f.errors import CheckpointError, InputError
+from d2f.families import FAMILIES, get_family
+from d2f.files import make_folder, says_what_is_kept, writing_folder
+from d2f.loading import describe, load
 from d2f.model import DiffusionModel
 from d2f.models import resolve
+from d2f.parts import Outline
 from d2f.quantize import keep_differentiable
-from d2f.saving import check_official, save_adapter, save_model, save_official
+from d2f.saving import check_official, save_adapter, save_model, save_official, write_weights
 from d2f.tasks import DEFAULT_TASKS, TASKS
 from d2f.tasks.tokenizer import train_tokenizer
 from d2f.tokenizer import load_tokenizer
-from distill.checkpoint import RunFolder, file_digest
-from distill.config import Lora, TrainConfig
+from distill.checkpoint import CONFIG, RECORD, RunFolder, file_digest
+from distill.config import Lora, TrainConfig, read_config
 from distill.data.stream import Stream
 from distill.log import CURVE, draw_curve, extension_text, read_log
 from distill.objectives import OBJECTIVES
@@ -37,7 +48,7 @@ from distill.objectives.base import Objective
 from distill.sharding import is_sharded, read_weights, trained_parameters
 
 CARD = "README.md"
-_HASHED = 256  # samples
+MASK_TOKEN = "<|mask|>"
 _DTYPES = {"F16": "float16", "BF16": "bfloat16", "F32": "float32", "F64": "float64"}
 _EVALUATED = tuple(
     f"evaluation/{name}" for name in ("accuracy", "tokens_per_forward", "kl", "cross_entropy")
@@ -101,7 +112,6 @@ def card(
         ("command", "`d2f train --config config.yaml`"),
         ("starts from", config.init or "random weights"),
         ("data", data_name(config)),
-        (f"SHA-256 of the first {_HASHED} samples", f"`{samples_hash(stream)}`"),
         *([("held-out loss", stream.held_out.said)] if stream.held_out is not None else []),
         *((f"SHA-256 of {file.name}", f"`{file_digest(file)}`") for file in files),
         ("steps", f"{lines[-1]['step']:,}, {lines[-1]['samples']:,} samples"),
@@ -134,16 +144,6 @@ def data_name(config: TrainConfig) -> str:
     if config.data.tasks is not None:
         return f"generated {', '.join(config.data.tasks)} problems, split train, seed {config.seed}"
     return Path(config.data.file or config.data.dataset or "").name
-
-
-def samples_hash(stream: Stream) -> str:
-    """Return the SHA-256 of the ids of the first samples as training sees them."""
-    digest = hashlib.sha256()
-    for index in range(_HASHED):
-        sample = stream.sample(index)
-        if sample is not None:  # left out
-            digest.update(json.dumps([sample.prompt, sample.response]).encode())
-    return digest.hexdigest()
 
 
 def prepare_model(
@@ -316,3 +316,177 @@ def write_result(
         save(model, beside, **how)
         for name, text in texts.items():
             (beside / name).write_text(text, encoding="utf-8")
+
+
+# Conversion of a model that is there: `d2f convert`.
+
+
+def export_model(name: str, output: Path, official: bool = False) -> list[str]:
+    """Write a trained model, or a finished run's, to `output` as one model, whole or not at all;
+    say in lines what was done. Raises InputError."""
+    is_run, config = (Path(name) / RECORD).is_file(), None
+    if is_run:
+        if not (Path(name) / "model").is_dir():
+            raise InputError(
+                f"{name}: the run has not ended, so it has no result: train it to its end"
+            )
+        config = read_config(Path(name) / CONFIG)
+    outline = describe(f"{name}/model" if is_run else name)
+    dtype = parse_dtype(outline.config.dtype, torch.device("cpu"))
+    model = load(outline, dtype=dtype, device="cpu")
+    model.contract = dataclasses.replace(model.contract, base=None, base_hash=None)
+    if config is not None and config.init is not None and config.family is None:
+        # Its official configuration and code come along.
+        model.path = str(folder_of(resolve(config.init), weights=False))
+    make_folder(output.parent)
+    with writing_folder(output) as beside:
+        (save_official if official else save_model)(model, beside, dtype=dtype)
+        if is_run:
+            shutil.copy(Path(name) / "model" / CARD, beside)
+    form = f"{model.family}'s official format" if official else "transformers' format"
+    return [f"{output}: {form}, {str(dtype).removeprefix('torch.')}"]
+
+
+def convert_gguf(file: Path, output: Path) -> list[str]:
+    """Write a .gguf file's model to `output` in transformers' format, whole or not at all; say in
+    lines what was done. Raises InputError."""
+    if importlib.util.find_spec("gguf") is None:
+        raise InputError("a .gguf file needs the package gguf: pip install 'd2f-toolkit[gguf]'")
+    folder, given = str(file.parent), {"gguf_file": file.name}
+    try:
+        config = AutoConfig.from_pretrained(folder, **given)
+        model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, **given)
+        tokenizer = AutoTokenizer.from_pretrained(folder, **given)
+    except Exception as error:  # transformers raises whatever comes of what it does not know
+        raise InputError(f"{file}: transformers cannot read it: {error}") from error
+    config.quantization_config, config.dtype = None, torch.float32  # the file's; now they are fp32
+    del config.quantization_config
+    config.name_or_path = ""
+    config.architectures = [type(model).__name__]
+    make_folder(output.parent)
+    with writing_folder(output) as beside:
+        config.save_pretrained(beside)
+        weights = model.state_dict()
+        if config.tie_word_embeddings:
+            del weights["lm_head.weight"]
+        write_weights(weights, beside / "model.safetensors")
+        tokenizer.save_pretrained(beside)
+        outline = describe(beside)  # what cannot be loaded is said now
+    lines = [f"{output}: {config.model_type}, family {outline.family}, weights in float32"]
+    if tokenizer.chat_template is None:
+        lines.append("it has no chat template: prompts are taken as they are with --raw")
+    return lines
+
+
+def convert_checkpoint(
+    name: str, family_name: str, output: Path, mask_token: str | None = None
+) -> list[str]:
+    """Write the converted checkpoint to `output`, whole or not at all; say in lines what was done.
+
+    name: folder, hub name or bundled model. mask_token: default the tokenizer's own, else
+    `MASK_TOKEN`. Raises InputError before any weights are read where model, family and mask token
+    do not go together.
+    """
+    outline = describe(name)
+    _check_source(name, outline, family_name)
+    tokenizer = outline.tokenizer
+    assert tokenizer is not None
+    lines = [_add_mask(tokenizer, mask_token, outline.end_ids)]
+    mask_id = int(tokenizer.convert_tokens_to_ids(tokenizer.mask_token))
+    # Weights are written as they were stored: a conversion rounds nothing.
+    dtype = parse_dtype(outline.config.dtype, torch.device("cpu"))
+    model = load(outline, dtype=dtype, device="cpu")
+    lines.append(_make_room(model, mask_id))
+    made = convert(model, family_name)
+    # Until masked diffusion has trained it, it reads one side only: `d2f` training warns by this.
+    made.contract = dataclasses.replace(made.contract, objective="next_token")
+    make_folder(output.parent)
+    with writing_folder(output) as beside:
+        save_model(made, beside, dtype=dtype)
+        # Read back before the folder takes its name: some tokenizers drop a token when saved.
+        again = describe(beside)
+        kept = again.tokenizer is not None and again.tokenizer.mask_token_id == mask_id
+        if not kept or again.contract != made.contract:
+            raise CheckpointError(f"{name}: its tokenizer does not keep a mask token when saved")
+    c = made.contract
+    lines.append(
+        f"{c.family}: row p predicts position {'p + 1' if c.logit_shift else 'p'}, RoPE in "
+        f"{'fp32' if c.rope_fp32 else 'the dtype of the weights'}, prompt rule {c.prompt_rule}, "
+        f"end ids {', '.join(map(str, c.end_ids))}; weights in {str(dtype).removeprefix('torch.')}"
+    )
+    if tokenizer.chat_template is None:
+        lines.append("the tokenizer has no chat template: train with data.chat_template: none")
+    first = "wedlm" if c.family == "wedlm" else "masked_diffusion"
+    lines.append(f"{output}: not trained as a diffusion model yet: next, objective {first}")
+    return lines
+
+
+def _check_source(name: str, outline: Outline, family_name: str) -> None:
+    """Raise CheckpointError unless this model can become one of the family."""
+    family, kind = get_family(family_name), outline.config.model_type
+    tokenizer = outline.tokenizer
+    problem = None
+    if outline.is_diffusion:
+        problem = (
+            "expected an autoregressive model, got a diffusion model of the family "
+            f"{outline.family}: train it as it is"
+        )
+    elif not family.needs_mask:
+        problem = f"the family must be of a diffusion model, got {family_name}"
+    elif kind not in family.starts:
+        fit = [other.name for other in FAMILIES.values() if kind in other.starts]
+        problem = (
+            f"the family {family_name} starts from {' or '.join(family.starts)}, "
+            f"got {kind}, from which {' and '.join(fit)} can start"
+        )
+    elif tokenizer is None:
+        problem = "expected a tokenizer beside the model, found none"
+    elif not outline.end_ids and tokenizer.eos_token_id is None:
+        problem = (
+            "expected a token that ends a response, as eos_token_id in config.json or "
+            "eos_token of the tokenizer, found neither"
+        )
+    if problem:
+        raise CheckpointError(f"{name}: {problem}")
+
+
+def _add_mask(
+    tokenizer: PreTrainedTokenizerBase, wanted: str | None, end_ids: Sequence[int]
+) -> str:
+    """Give the tokenizer its mask token and say what was done. Raises InputError for a token that
+    means something else."""
+    free = [tokenizer.convert_ids_to_tokens(id) for id in reserved_tokens(tokenizer, end_ids)]
+    token = str(wanted or tokenizer.mask_token or (free or [MASK_TOKEN])[-1])
+    there = tokenizer.get_vocab().get(token)
+    if there is None:
+        tokenizer.add_special_tokens({"mask_token": token})
+        return f"mask token {token}: added to the tokenizer as id {tokenizer.mask_token_id}"
+    roles = ("bos_token_id", "eos_token_id", "unk_token_id", "pad_token_id")
+    if there in (*end_ids, *(getattr(tokenizer, role) for role in roles)):
+        raise InputError(
+            f"--mask-token {token} begins, ends, pads or replaces text: expected a token of its own"
+        )
+    added = tokenizer.added_tokens_decoder.get(there)
+    if tokenizer.mask_token != token and not (added is not None and added.special):
+        raise InputError(
+            f"--mask-token {token} is an ordinary token of the tokenizer (id {there}), which text "
+            "may contain: expected a new or a special token"
+        )
+    tokenizer.add_special_tokens({"mask_token": token})
+    return f"mask token {token}: id {there}, which the tokenizer has already"
+
+
+def _make_room(model: DiffusionModel, mask_id: int) -> str:
+    """Resize the embeddings where the mask id does not fit in them, and say so."""
+    size = model.vocab_size
+    if mask_id < size:
+        return f"embeddings: their {size} rows have room for it, none was added"
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)  # the new rows are drawn: the same each time
+        # A multiple of 64, which matrix products and processes that share the model divide by.
+        size_now = -(-(mask_id + 1) // 64) * 64
+        model.backbone.resize_token_embeddings(size_now, mean_resizing=True)
+    return (
+        f"embeddings: resized from {size} to {model.vocab_size} rows, the new ones drawn around "
+        "the mean of the others"
+    )

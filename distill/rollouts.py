@@ -2,7 +2,7 @@
 
 Decodes training problems of tasks and keeps the responses that the judge accepts, each with the
 forward that decided every token for good: what `objective: {name: wino_plus}` trains on
-(`distill.data.trajectories` reads them).
+(`distill.objectives.wino_plus` reads them).
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ from decode.step import Event, Result
 
 if TYPE_CHECKING:
     from d2f.model import DiffusionModel
-    from distill.data.trajectories import Rollout
+    from distill.objectives.wino_plus import Rollout
 
 RECORDED = ("wino", "d2f")
 _NOT_TAKEN = ("max_new_tokens", "early_exit", "lossless")  # all of a task's response is decoded
@@ -129,7 +129,7 @@ def run(options: Options) -> None:
     from decode.display import ShownProgress
     from decode.jobs import give_notices
     from decode.workers import chunk_size, workers
-    from distill.data.trajectories import HEADER
+    from distill.objectives.wino_plus import HEADER
 
     check_place(Path(options.output))
     # All of the response is wanted, also what follows the end token.
@@ -186,7 +186,7 @@ def describe(
     """Describe what decides a run's rollouts; their reader checks it."""
     from decode.decoders.session import mask_kind
     from decode.jobs import model_header
-    from distill.data.trajectories import tokenizer_hash
+    from distill.objectives.wino_plus import tokenizer_hash
 
     assert model.tokenizer is not None
     mask = "block-causal" if options.decoder == "d2f" else mask_kind(model.contract)
@@ -272,7 +272,7 @@ class Trajectory:
 
     def rollout(self, job: TrajectoryJob, result: Result, temperature: float) -> Rollout:
         """Make the rollout of a request that is done and whose answer is right."""
-        from distill.data.trajectories import Rollout
+        from distill.objectives.wino_plus import Rollout
 
         place = range(len(result.raw_tokens))
         tokens = tuple(self.tokens[i] for i in place)

@@ -24,14 +24,6 @@ from distill.objectives.base import gathered
 Parameters = Mapping[str, nn.Parameter]
 
 
-def own_part(tensor: Tensor) -> Tensor:
-    """Return the part of a tensor that this process holds, without gradient."""
-    if isinstance(tensor, DTensor):
-        return tensor.to_local().detach()
-    part: Tensor = getattr(tensor, "ds_tensor", tensor)  # ZeRO-3
-    return part.detach()
-
-
 def trained_parameters(module: nn.Module) -> dict[str, nn.Parameter]:
     return {name: p for name, p in module.named_parameters() if p.requires_grad}
 

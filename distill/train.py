@@ -33,9 +33,9 @@ class Options:
     an autoregressive model.
 
     A killed run goes on where its newest checkpoint is, to the same weights to the bit; a finished
-    one says so, and goes on with higher steps. Ctrl-C and SIGTERM save after the step. The result
-    (adapter, merged model, contract, card, configuration, log) lies in the configuration's
-    `output`.
+    one says so, and goes on with higher steps. Ctrl-C and SIGTERM save after the step; a traceback
+    that follows under accelerate launch is the launcher's own. The result (adapter, merged model,
+    contract, card, configuration, log) lies in the configuration's `output`.
 
     Every key of the configuration can be overridden: --steps 10 --optimizer.lr 1e-4
 

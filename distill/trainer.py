@@ -22,7 +22,7 @@ import torch
 import torch.distributed as dist
 from accelerate import Accelerator
 from accelerate.utils import broadcast_object_list
-from torch import Tensor, nn
+from torch import Tensor
 from torch.utils.benchmark import Timer
 
 from d2f.attention import SpanPlan, Way
@@ -35,14 +35,12 @@ from distill.checkpoint import RunFolder, flat
 from distill.config import TrainConfig
 from distill.data.stream import fill_rows
 from distill.export import export_run, prepare_model
-from distill.heldout_loss import HeldoutLoss
 from distill.log import Log, Progress, draw_curve, result_text
 from distill.objectives import OBJECTIVES
 from distill.objectives.base import gathered
 from distill.sharding import (
     check_compile,
     compile_layers,
-    own_part,
     prepare,
     read_state,
     trained_parameters,
@@ -106,9 +104,7 @@ def train(config: TrainConfig, *, stop_after: int | None = None) -> Path:
     if eval_every:
         from distill.evaluation import Evaluator, evaluation_text
 
-        held_out = stream.held_out
-        measured = None if held_out is None else HeldoutLoss(objective, held_out)
-        evaluator = Evaluator(objective, measured, accelerator)
+        evaluator = Evaluator(objective, stream.held_out, accelerator)
 
     # Optimizer
     settings = config.optimizer
@@ -203,8 +199,6 @@ def train(config: TrainConfig, *, stop_after: int | None = None) -> Path:
             if shows or saves:  # reading them waits for the device
                 require_finite(accelerator, finite)
                 finite.clear()
-            if saves or evaluates:
-                require_finite(accelerator, finite_state(done, trained, optimizer, device))
             if shows:
                 # Each process has the sum over its own rows, normalised by all.
                 losses = accelerator.reduce(torch.stack(recent), "sum")
@@ -366,8 +360,7 @@ def measure_attention(model: DiffusionModel, spans: Tensor, dtype: torch.dtype) 
 
 
 class NonFiniteLossError(FloatingPointError):
-    """The loss, its gradient, the weights or AdamW's moments became NaN or infinite; nothing of it
-    was saved."""
+    """The loss or its gradient became NaN or infinite; nothing of it was saved."""
 
 
 def require_finite(accelerator: Accelerator, finite: Mapping[str, Tensor]) -> None:
@@ -381,18 +374,6 @@ def require_finite(accelerator: Accelerator, finite: Mapping[str, Tensor]) -> No
             raise NonFiniteLossError(
                 f"{what} is not finite: a lower optimizer.lr may help; nothing of it was saved"
             )
-
-
-def finite_state(
-    step: int, parameters: Mapping[str, nn.Parameter], optimizer: Any, device: torch.device
-) -> dict[str, Tensor]:
-    """Tell by name whether the weights after `step` and AdamW's moments are finite here."""
-    return {
-        f"after step {step} {name} ({key})": own_part(value).isfinite().all().to(device)
-        for name, parameter in parameters.items()
-        for key, value in {"weight": parameter, **optimizer.state.get(parameter, {})}.items()
-        if isinstance(value, Tensor)
-    }
 
 
 class StopRequest:

@@ -74,12 +74,17 @@ def word_tokenizer():
     )
 
 
-@pytest.fixture(autouse=True)
-def _what_tests_share_stays_as_it_is():
-    before = _process_state()
+@pytest.fixture(autouse=True, scope="module")
+def _shared_models_stay_as_they_are():
     yield
     changed = changed_models()
-    assert not changed, f"this test changed {', '.join(changed)}, which others decode with"
+    assert not changed, f"a test here changed {', '.join(changed)}, which others decode with"
+
+
+@pytest.fixture(autouse=True)
+def _the_process_stays_as_it_is():
+    before = _process_state()
+    yield
     assert _process_state() == before
 
 

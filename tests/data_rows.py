@@ -31,8 +31,10 @@ def settings(**values: Any) -> Data:
     return Data.model_validate({"row_length": 96, "rows": 2} | values)
 
 
-def stream(tail: bool = True, seed: int = 0, **values: Any) -> Stream:
-    return Stream(settings(**values), tokenizer(), END, seed, tail, MASK)
+def stream(
+    tail: bool = True, seed: int = 0, ends: tuple[int, ...] = (END,), **values: Any
+) -> Stream:
+    return Stream(settings(**values), tokenizer(), ends, seed, tail, MASK)
 
 
 def samples(found: Stream, epoch: int = 0) -> list[Sample]:

@@ -14,7 +14,7 @@ import torch
 from block_tiny import sdar, student
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from shadows import CONTRACT, SHIFTED, model_with, models
+from shadows import CONTRACT, SHIFTED, model_with
 from test_decode_reference import block_models, blockwise, prompts, seeds
 from tiny import random_model
 
@@ -23,9 +23,7 @@ import decode
 from d2f.errors import CheckpointError
 from d2f.saving import save_model
 from decode.decoders.session import visible_ends
-from decode.engine.batch import Sampler
 from decode.step import Predictions, Revealed, Step
-from tests.references.d2f import predict_positions
 
 # Approximate caches.
 
@@ -61,41 +59,6 @@ def test_a_cache_of_a_block_causal_model_is_exact(family, block_size, cache, dat
     assert ours == pytest.approx(plain, abs=1e-6)
 
 
-@pytest.mark.parametrize("cache", ["prefix", "dual"])
-@pytest.mark.parametrize("family", ["llada", "dream"])
-@pytest.mark.parametrize("seed", range(3))
-def test_a_cache_of_a_bidirectional_model_is_not(family, cache, seed):
-    """Nor of a block-causal one whose blocks are cut in two. The first forward is the same."""
-    decoder = decode.Static(block_size=4, max_new_tokens=8, early_exit=False)
-    for model in (random_model(family, seed), student(family, 8, seed)):
-        plain, ours = (
-            confidences(forwards(model, [5, 6, 7], replace(decoder, cache=kind)))
-            for kind in ("none", cache)
-        )
-        assert ours[0] == plain[0]
-        assert max(abs(a - b) for a, b in zip(ours, plain, strict=True)) > 1e-3
-
-
-@pytest.mark.parametrize("cache", ["none", "prefix", "dual"])
-@settings(max_examples=6)
-@given(model=models, prompt=prompts, decoder=blockwise)
-def test_at_their_strictest_the_rules_are_static_decoding(cache, model, prompt, decoder):
-    """tau above 1, factor 0, and gamma 0 sorted by confidence: one token a forward, the same
-    token."""
-    common = {
-        name: getattr(decoder, name)
-        for name in ("block_size", "max_new_tokens", "early_exit", "temperature", "seed")
-    } | {"cache": cache}
-    static = forwards(model, prompt, decode.Static(**common))
-    assert all(len(revealed) == 1 for revealed in static)
-    for strict in (
-        decode.Threshold(tau=1.5, **common),
-        decode.Factor(factor=0.0, **common),
-        decode.EntropyBounded(gamma=0.0, proxy="confidence", **common),
-    ):
-        assert forwards(model, prompt, strict) == static
-
-
 def made_up(session, rng: np.random.Generator) -> Predictions:
     """Predictions for what the session wants, drawn at random."""
     count = len(session.wanted)
@@ -129,21 +92,6 @@ def test_a_row_is_fed_until_it_cannot_change_and_then_no_more(model, prompt, dec
 
 
 # Block diffusion.
-
-
-@settings(max_examples=15)
-@given(seeds, prompts, st.sampled_from(["static", "dynamic", "sequential"]), st.integers(1, 12))
-def test_blocks_of_one_token_are_decoded_from_left_to_right(seed, prompt, reveal, length):
-    """One token a forward, each from a mask after all that is decoded, causally."""
-    model = sdar(1, seed)
-    decoder = decode.Block(reveal=reveal, max_new_tokens=length)
-    events = list(decode.stream(model, [prompt], decoder))
-    assert [[r.position for r in e.revealed] for e in events] == [[i] for i in range(len(events))]
-    x, sampler = list(prompt), Sampler(decoder, model.mask_id)
-    while len(x) < len(prompt) + length and not set(x[len(prompt) :]) & set(model.end_ids):
-        causal = torch.ones(len(x) + 1, len(x) + 1).tril().bool()
-        x.append(predict_positions(model, [*x, model.mask_id], causal, [len(x)], 0, sampler)[0][0])
-    assert events[-1].result.raw_tokens == x[len(prompt) :]
 
 
 def test_a_block_costs_its_steps_and_nothing_for_storing_it():

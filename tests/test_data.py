@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 
-import datasets
 import numpy as np
 import pytest
 import torch
@@ -21,7 +20,7 @@ from d2f.saving import save_model
 from d2f.tasks import make_problem
 from d2f.tasks.task import RESPONSE_LENGTH
 from distill.data.samples import Encoder, kept_tokens
-from distill.data.stream import Stream, fill_rows, make_stream
+from distill.data.stream import Stream, fill_rows
 from distill.objectives import OBJECTIVES
 from distill.train import train
 
@@ -71,28 +70,6 @@ def test_long_rows_are_named_or_dropped_or_cut_and_counted(tmp_path):
         stream(file=path, max_response=30, row_length=400)
     with pytest.raises(InputError, match=r"no row is left to train on; .* 13 dropped for a long p"):
         stream(file=path, max_prompt=1, on_long="truncate")
-
-
-def test_no_more_of_a_row_is_tokenized_than_fits(tmp_path, monkeypatch):
-    """A few kilobytes of parquet hold a row of gigabytes. What is kept is as without the limit."""
-    rows = [("q", "a b " * 100_000), ("q " * 200_000, "a"), ("q", " " * 400_000), ("q", "a b")]
-    columns = dict(zip(("prompt", "response"), zip(*rows, strict=True), strict=True))
-    path = tmp_path / "long.parquet"
-    datasets.Dataset.from_dict(columns).to_parquet(path)
-    options = {"file": str(path), "on_long": "truncate", "on_bad_row": "skip"}
-    read, plain = [], type(tokenizer()).__call__
-
-    def counted(self, text, *args, **kwargs):
-        read.extend(map(len, text))
-        return plain(self, text, *args, **kwargs)
-
-    monkeypatch.setattr(type(tokenizer()), "__call__", counted)
-    found = stream(**options)
-    assert 96 < max(read) < 3000
-    assert "1 dropped for a long prompt" in found.report()
-    cut, whole = sorted(samples(found), key=lambda sample: -sample.answer)
-    expected = tokenizer()("a b " * 100, add_special_tokens=False)["input_ids"]
-    assert list(cut.response) == expected[: 96 - len(cut.prompt)] and whole.answer < 9
 
 
 def test_rows_are_encoded_once(tmp_path, monkeypatch):
@@ -148,7 +125,7 @@ def test_the_preset_of_the_published_code_trains_on_all_padding(tmp_path, object
     config = run_settings(tmp_path, data, objective, noise=noise, **more)
     model = fresh_model("llada")
     made = OBJECTIVES[objective](model, config)
-    rows, _ = fill_rows(make_stream(config, model, tail=made.tail), 0)
+    rows, _ = fill_rows(made.stream(), 0)
     assert [len(row) for row in rows] == [1, 1]
     for sample in (row[0].sample for row in rows):
         assert len(sample) == 96 and set(sample.response[sample.answer - 1 :]) == {END}
@@ -165,8 +142,8 @@ def test_the_preset_of_the_published_code_trains_on_all_padding(tmp_path, object
 def test_an_end_token_of_its_own(tmp_path):
     """The published data for LLaDA: answer, end-of-turn token, then the other end token."""
     path = str(write(tmp_path / "d.jsonl", pairs(2)))
-    found = stream(file=path, end_token="<|user|>", train_on_padding=True)
     turn = tokenizer().get_vocab()["<|user|>"]
+    found = stream(file=path, end_token="<|user|>", train_on_padding=True, ends=(END, turn))
     for sample in samples(found):
         assert sample.response[sample.answer - 1 :] == [turn] + [END] * (
             len(sample.response) - sample.answer
@@ -175,9 +152,8 @@ def test_an_end_token_of_its_own(tmp_path):
     assert all(0 in s.response for s in samples(stream(file=path, end_token=first)))
     with pytest.raises(InputError, match=r"data\.end_token must be a token .* got '<eot>'"):
         stream(file=path, end_token="<eot>")
-    config = run_settings(tmp_path / "out", {"file": path, "end_token": "<|user|>"})
     with pytest.raises(InputError, match=rf"has id {turn}, but decoding stops at {END}"):
-        make_stream(config, random_model("llada"), tail=True)
+        stream(file=path, end_token="<|user|>")
 
 
 # Tokenizers and models that do not fit
@@ -189,23 +165,23 @@ def test_a_tokenizer_without_chat_template(tmp_path):
     bare = copy.deepcopy(tokenizer())
     bare.chat_template = None
     with pytest.raises(InputError, match=r"no chat template: take .* data.chat_template: none"):
-        Stream(settings(file=path), bare, END, 0, True, MASK)
-    found = Stream(settings(file=path, chat_template="none"), bare, END, 0, True, MASK)
+        Stream(settings(file=path), bare, (END,), 0, True, MASK)
+    found = Stream(settings(file=path, chat_template="none"), bare, (END,), 0, True, MASK)
     assert bare.decode(found.sample(0).prompt) == "2+3?"
     bare.backend_tokenizer.post_processor = TemplateProcessing(
         single="<|user|> $A", special_tokens=[("<|user|>", 2)]
     )
-    found = Stream(settings(file=path, chat_template="none"), bare, END, 0, True, MASK)
+    found = Stream(settings(file=path, chat_template="none"), bare, (END,), 0, True, MASK)
     assert bare.decode(found.sample(0).prompt) == "<|user|>2+3?"  # as decoding reads plain text
     assert bare.decode(found.sample(0).response) == "5<|endoftext|>"
     bare.chat_template = tokenizer().chat_template  # which writes special tokens by itself
-    assert bare.decode(Stream(settings(file=path), bare, END, 0, True, MASK).sample(0).prompt) == (
-        "<|user|>2+3?<|assistant|>"
-    )
+    assert bare.decode(
+        Stream(settings(file=path), bare, (END,), 0, True, MASK).sample(0).prompt
+    ) == ("<|user|>2+3?<|assistant|>")
     turns = [{"role": role, "content": "x"} for role in ("user", "assistant") * 2]
     path = str(write(tmp_path / "m.jsonl", [{"messages": turns}]))
     with pytest.raises(InputError, match="line 1: several messages need a chat template"):
-        Stream(settings(file=path, chat_template="none"), bare, END, 0, True, MASK)
+        Stream(settings(file=path, chat_template="none"), bare, (END,), 0, True, MASK)
 
 
 @pytest.mark.parametrize("token", ["mask_token", "eos_token"])

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import io
 import re
 
@@ -17,8 +16,7 @@ from tiny import random_model
 import d2f
 from d2f.saving import save_model
 from distill.config import read_config
-from distill.data.__main__ import block_starts, describe, main
-from distill.data.stream import Plan, make_stream
+from distill.data.__main__ import block_starts, main
 from distill.objectives import OBJECTIVES
 
 
@@ -45,7 +43,7 @@ def test_inspect_shows_what_the_objective_masks(d2f_config):
     config = read_config(d2f_config / "c.yaml")
     model = random_model("llada")
     made = OBJECTIVES["d2f"](model, config)
-    found = make_stream(config, model, tail=True)
+    found = made.stream()
     kept = [s for s in map(found.sample, range(10)) if s is not None][:2]
     shown = re.split(r"\nsample ", text)[1:]
     assert len(shown) == 2 and "\x1b" not in text
@@ -70,26 +68,12 @@ def test_inspect_shows_what_the_objective_masks(d2f_config):
 def test_blocks_begin_where_what_is_seen_grows(d2f_config, size):
     config = read_config(d2f_config / "c.yaml", ["--block_size", str(min(size, 60))])
     model = random_model("llada")
-    sample = make_stream(config, model, tail=True).sample(0)
     made = OBJECTIVES["d2f"](model, config)
+    sample = made.stream().sample(0)
     assert block_starts(sample, made) == list(range(0, len(sample.response), size))
     assert len(sample.response) > 4
     made.sample_spans = lambda sample: d2f.spans.causal(len(sample))
     assert block_starts(sample, made) == [0]
-
-
-def test_what_a_step_and_an_epoch_hold_is_said_with_how_sure_it_is():
-    found = Plan(4, 2.5, 30.25, 12.75, 40, 90, 36.25, is_exact=False)
-    assert describe(found, "9 of 10 rows used") == [
-        "data: 9 of 10 rows used",
-        "a step: 2.5 samples, 30 tokens in 40 places (76%), 13 of them in responses "
-        "(mean of 4 steps)",
-        "an epoch: 90 samples, about 36.2 steps",
-    ]
-    exact = dataclasses.replace(found, is_exact=True)
-    assert describe(exact, None)[1:] == ["an epoch: 90 samples, 36.2 steps"]
-    endless = dataclasses.replace(found, samples_per_epoch=None, steps_per_epoch=None)
-    assert describe(endless, None)[1:] == ["an epoch: none, generated tasks never repeat"]
 
 
 def test_a_line_feed_is_seen_and_a_terminal_has_colours(d2f_config):

@@ -10,7 +10,7 @@ import torch
 from data_rows import pairs, run_settings, stream, write
 from tiny import fresh_model
 
-from distill.data.stream import fill_rows, make_stream, plan
+from distill.data.stream import fill_rows, plan
 from distill.objectives import OBJECTIVES
 
 
@@ -40,7 +40,7 @@ def test_a_samples_loss_does_not_depend_on_its_row(tmp_path, objective, family):
             if "lora_B" in name:
                 torch.nn.init.normal_(parameter, std=0.3)
     made = OBJECTIVES[objective](model, config).eval()
-    rows, _ = fill_rows(make_stream(config, model, tail=made.tail), 0)
+    rows, _ = fill_rows(made.stream(), 0)
     assert len(rows[0]) >= 3
     middle = rows[0][1]
     place = slice(middle.start, middle.start + len(middle.sample))

@@ -208,12 +208,6 @@ def test_a_file_has_no_tail_unless_asked_and_tasks_have_one():
     assert tail(file="a", train_on_padding=True, tail_weight=0.5, short_tail=2) == (1.0, 2, 0.5)
 
 
-@pytest.mark.parametrize("values", [{"train_on_padding": True}, {"columns": {"messages": "m"}}])
-def test_a_resolved_section_reads_back_the_same(values):
-    made = settings(file="a", **values)
-    assert settings(**made.model_dump(mode="json")) == made
-
-
 def test_rows_keep_their_numbers_over_batches(tmp_path):
     """More rows than a batch of the encoding: the broken one far down is named by its line."""
     path = write(tmp_path / "d.jsonl", [*pairs(1500), "", "{", *pairs(10)])

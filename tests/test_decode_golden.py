@@ -10,7 +10,7 @@ import pytest
 
 import d2f
 import decode
-from decode.decoders.d2f_session import D2FSession
+from decode.decoders.d2f import D2FSession
 
 GOLDEN = Path(__file__).parent / "golden"
 FAMILIES = ("llada", "dream")
@@ -20,6 +20,11 @@ def cases(family: str, name: str, count: int) -> list[dict[str, Any]]:
     found = json.loads((GOLDEN / f"{family}-tiny" / name).read_text())["cases"]
     assert len(found) == count
     return found
+
+
+def some(traces: list[dict[str, Any]], batch_size: int) -> list[dict[str, Any]]:
+    """All in batches; one by one every fourth, which says that a batch is not all that is right."""
+    return traces if batch_size > 1 else traces[::4]
 
 
 def run(model, traces, make, **options) -> list[decode.Result]:
@@ -48,7 +53,7 @@ def family(request: pytest.FixtureRequest) -> tuple[str, d2f.DiffusionModel]:
 def test_d2f_gives_the_official_tokens_forwards_and_rows(family, batch_size, fed, monkeypatch):
     """The rows where all open blocks are fed, as there; else no more."""
     name, model = family
-    traces = cases(name, "d2f.json", 40)
+    traces = some(cases(name, "d2f.json", 40), batch_size)
     if fed == "all open blocks":
         monkeypatch.setattr(D2FSession, "needed_end", lambda self: self.pipeline[-1].end)
     results = run(
@@ -128,7 +133,7 @@ def test_threshold_gives_the_official_tokens(llada, cache):
 
 @pytest.mark.parametrize("batch_size", [1, 16])
 def test_wino_gives_the_official_tokens_and_forwards(llada, batch_size):
-    traces = cases("llada", "wino.json", 24)
+    traces = some(cases("llada", "wino.json", 24), batch_size)
 
     def make(case: dict[str, Any]) -> decode.Wino:
         size, new = case["block_length"], case["gen_length"]
@@ -137,7 +142,7 @@ def test_wino_gives_the_official_tokens_and_forwards(llada, batch_size):
     results = run(llada, traces, make, batch_size=batch_size)
     for case, result in zip(traces, results, strict=True):
         assert (result.raw_tokens, result.forwards) == (case["output"], case["forwards"])
-    assert sum(result.counts["revoked"] for result in results) > 100
+    assert sum(result.counts["revoked"] for result in results) > 4 * len(traces)
 
 
 @pytest.mark.parametrize("batch_size", [1, 16])
@@ -145,7 +150,7 @@ def test_wedlm_gives_the_official_tokens_forwards_and_rows(batch_size):
     """The official loop follows a forward of the prompt alone, which is part of the first forward
     here, and ends with one that only commits, which is left out."""
     model = d2f.load(GOLDEN / "dream-tiny", family="wedlm", device="cpu")
-    traces = cases("dream", "wedlm.json", 24)
+    traces = some(cases("dream", "wedlm.json", 24), batch_size)
 
     def make(case: dict[str, Any]) -> decode.WeDLM:
         rule = case["entropy_threshold"], case["pos_penalty"], case["max_new_tokens"]

@@ -13,13 +13,14 @@ import pytest
 from block_tiny import sdar, student, wedlm
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
+from shadows import model_with
 from shadows import models as masked_models
 from tiny import random_model, tokenizer
 
 import decode
 from d2f.model import DiffusionModel
 from decode.decoders import Decoder
-from decode.decoders.d2f_session import D2FSession
+from decode.decoders.d2f import D2FSession
 from decode.engine.engine import Engine
 from decode.engine.request import Request
 from tests.references.block import decode_block
@@ -37,7 +38,7 @@ sampling = st.sampled_from(
 seeds = st.integers(0, 3)
 families = st.sampled_from(["llada", "dream"])
 sizes = st.sampled_from([1, 3, 4, 7])
-block_size = st.one_of(st.sampled_from([None, 1, 3, 4, 8]), st.integers(1, 64))
+block_size = st.sampled_from([None, 1, 3, 4, 8, 13])
 plain_models = st.builds(random_model, families, seeds)
 students = st.builds(student, families, sizes, seeds)
 block_models = st.one_of(st.builds(sdar, sizes, seeds), students)
@@ -57,8 +58,7 @@ def with_steps(
     return decoder if each is None else replace(decoder, steps=each * decoder.block_count)
 
 
-pipeline_sizes = st.one_of(st.sampled_from([1, 3, 8, 10]), st.integers(1, 64))
-pipeline_lengths = st.one_of(st.integers(1, 30), st.integers(1, 64))
+pipeline_sizes = st.sampled_from([1, 3, 5, 8, 10])
 
 
 def shares(size: int) -> st.SearchStrategy[float]:
@@ -70,11 +70,9 @@ def shares(size: int) -> st.SearchStrategy[float]:
 
 @st.composite
 def pipelines(draw: st.DrawFn, **options: st.SearchStrategy) -> decode.D2F:
-    """A pipeline with blocks of 1 to 64 tokens; options: what else is drawn, a `sampling` as a
-    mapping of options."""
+    """A pipeline; options: what else is drawn, a `sampling` as a mapping of options."""
     size, drawn = draw(pipeline_sizes), {name: draw(v) for name, v in options.items()}
-    # One that takes tokens back needs up to three forwards a token.
-    length = draw(st.integers(1, 30) if "revoke" in drawn else pipeline_lengths)
+    length = draw(st.integers(1, 20))
     return decode.D2F(
         block_size=size,
         tau_add=draw(shares(min(size, length))),
@@ -86,7 +84,7 @@ def pipelines(draw: st.DrawFn, **options: st.SearchStrategy) -> decode.D2F:
     )
 
 
-length = {"max_new_tokens": st.integers(1, 20), "early_exit": st.booleans()}
+length = {"max_new_tokens": st.integers(1, 16), "early_exit": st.booleans()}
 drawn = {"sampling": sampling, "seed": st.integers(0, 9)}
 d2fs = pipelines(
     tau_conf=st.sampled_from([0.05, 0.15, 0.3, 0.9, 1.0]), early_exit=st.booleans(), **drawn
@@ -116,8 +114,16 @@ blockwise = st.one_of(
 )
 winos = st.builds(
     lambda taus, other: replace(other, tau1=taus[0], tau2=taus[1]),
-    st.sampled_from([(0.05, 0.3), (0.1, 0.9), (0.1, 0.3), (0.0, 1.0), (0.2, 0.0)]),
-    options(decode.Wino, block_size=block_size, caps=st.booleans(), **length, **drawn),
+    # Random models are seldom sure: thresholds among their probabilities, and extreme ones.
+    st.sampled_from([(0.02, 0.05), (0.05, 0.1), (0.05, 0.3), (0.1, 0.9), (0.0, 1.0), (0.2, 0.0)]),
+    options(
+        decode.Wino,
+        block_size=st.sampled_from([None, 4, 8, 13]),
+        caps=st.booleans(),
+        max_new_tokens=st.integers(6, 20),
+        early_exit=st.booleans(),
+        **drawn,
+    ),
 )
 drafts = {"drafts": st.sampled_from([1, 2, 4, 8]), "drafting": st.sampled_from(["tree", "batch"])}
 exact = {"block_size": block_size} | length
@@ -151,7 +157,7 @@ windows = {
     "entropy_threshold": st.sampled_from([None, 0.0, 0.5, 1.5, 3.0]),
     "distance_penalty": st.sampled_from([0.0, 0.02, 0.5]),
     "refill": st.sampled_from(["paper", "repository"]),
-    "max_new_tokens": st.integers(1, 24),
+    "max_new_tokens": st.integers(1, 16),
 }
 streaming = st.one_of(
     options(decode.WeDLM, **windows, **drawn),
@@ -205,12 +211,12 @@ def run(model, requests, batch_size=16):
 
 
 @pytest.mark.parametrize("name", CASES)
-@settings(max_examples=30)
-@given(st.data(), st.integers(1, 4))
+@settings(max_examples=25)
+@given(st.data(), st.integers(1, 3))
 def test_the_engine_equals_the_reference(name, data, batch_size):
     case = CASES[name]
     model = data.draw(case.models)
-    requests = data.draw(st.lists(st.tuples(prompts, case.decoders), min_size=1, max_size=4))
+    requests = data.draw(st.lists(st.tuples(prompts, case.decoders), min_size=1, max_size=3))
     for (prompt, decoder), result in zip(requests, run(model, requests, batch_size), strict=True):
         if name == "verified":
             truth = case.reference(model, prompt, decode.Autoregressive(decoder.max_new_tokens))
@@ -242,7 +248,7 @@ def test_cases_that_once_failed(model, decoder):
         assert found == [token for token in raw if token is not None]
 
 
-@settings(max_examples=50)
+@settings(max_examples=20)
 @given(
     st.one_of(plain_models, students, st.builds(sdar, st.sampled_from([3, 8]), seeds)),
     st.lists(st.tuples(prompts, blockwise), min_size=1, max_size=4),
@@ -264,13 +270,16 @@ def test_blockwise_decoders_equal_the_reference_forward_by_forward(model, reques
 
 
 @pytest.mark.parametrize("name", ["d2f", "revoking", "wino", "block", "blockwise"])
-@settings(max_examples=15)
+@settings(max_examples=8)
 @given(st.data(), prompts)
 def test_early_exit_never_changes_the_visible_tokens(name, data, prompt):
     """And the response without an end is exactly max_new_tokens, the last block short. Drawn tokens
     too, where no forward is left out before the end is settled."""
     case = Case(plain_models, blockwise, None) if name == "blockwise" else CASES[name]
-    model, decoder = data.draw(case.models), data.draw(case.decoders)
+    # One in so many tokens ends the response: of one end id a random model seldom says any.
+    ends = tuple(range(0, len(tokenizer()), data.draw(st.sampled_from([5, 20]))))
+    ends = tuple(token for token in ends if token not in prompt)
+    model, decoder = model_with(data.draw(case.models), end_ids=ends), data.draw(case.decoders)
     if name != "revoking":
         decoder = replace(decoder, temperature=0.0)
     early, late = (
@@ -297,8 +306,8 @@ LOSSLESS = {
 
 
 @pytest.mark.parametrize("name", LOSSLESS)
-@settings(max_examples=25)
-@given(st.data(), st.integers(1, 4))
+@settings(max_examples=12)
+@given(st.data(), st.integers(1, 3))
 def test_what_is_lossless_saves_a_forward_for_each_accepted_draft(name, data, batch_size):
     models, decoders = LOSSLESS[name]
     model = data.draw(models)
@@ -323,7 +332,7 @@ def test_what_is_lossless_saves_a_forward_for_each_accepted_draft(name, data, ba
             assert result.calls == expected.calls
 
 
-@settings(max_examples=15)
+@settings(max_examples=8)
 @given(st.one_of(plain_models, students), prompts, plus, frame["cache"])
 def test_freedave_plus_without_drafts_is_threshold_decoding(model, prompt, decoder, cache):
     size = decoder.block_size or decoder.length
@@ -333,20 +342,7 @@ def test_freedave_plus_without_drafts_is_threshold_decoding(model, prompt, decod
     assert (alone.raw_tokens, alone.forwards) == (expected.raw_tokens, expected.forwards)
 
 
-@settings(max_examples=20)
-@given(students, prompts, sampling, st.sampled_from([0.0, 0.1, 0.3, 1.0]), st.integers(1, 20),
-       st.sampled_from([0.0, 0.5, 1.0]))  # fmt: skip
-def test_block_is_the_pipeline_that_appends_a_block_when_the_last_is_decoded(
-    model, prompt, chosen, tau, new, tau_act
-):
-    pipeline = decode.D2F(None, 1.0, tau_act, tau, new, **chosen)
-    block = decode.Block(reveal="dynamic", tau=tau, max_new_tokens=new, **chosen)
-    ours, theirs = (decode.generate(model, [prompt], d)[0] for d in (block, pipeline))
-    assert ours.raw_tokens == theirs.raw_tokens
-    assert ours.calls == theirs.calls
-
-
-@settings(max_examples=30)
+@settings(max_examples=12)
 @given(plain_models, prompts, d2fs)
 @example(random_model("llada", 0), [5, 6, 7], decode.D2F(4, 0.0, 1.0, 1.0, 16))
 def test_d2f_feeds_only_blocks_that_may_reveal_or_are_cached(model, prompt, decoder):
@@ -375,7 +371,7 @@ STEPPED = {
 
 
 @pytest.mark.parametrize("name", STEPPED)
-@settings(max_examples=20)
+@settings(max_examples=8)
 @given(st.data(), prompts)
 def test_what_is_cached_is_final_and_each_row_sees_one_state(name, data, prompt):
     """Leading slots that a step calls cached hold no mask and were last written from the tokens
@@ -386,7 +382,7 @@ def test_what_is_cached_is_final_and_each_row_sees_one_state(name, data, prompt)
     request = Request(0, prompt, decoder, model.contract, None)
     session, own = request.session, len(request.session.x)
     engine = Engine(model, batch_size=1, slots=session.slots)
-    step = request.begin(session.width)
+    step = request.begin(session.share)
     engine.submit(request)
     position_in: dict[int, int] = {}
     token_in: dict[int, int] = {}

@@ -8,7 +8,6 @@ import copy
 import sys
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import get_args
 
 import numpy as np
 import pytest
@@ -20,7 +19,6 @@ from shadows import CONTRACT
 from tiny import random_model
 
 import decode
-from d2f.contract import PROMPT_RULES, Trained
 from d2f.errors import InputError
 from decode.decoders import DECODERS, as_decoder, default_decoder, find_decoder, qualified_name
 from decode.decoders.base import default_grid, option, options_of
@@ -138,17 +136,24 @@ def test_a_decoder_of_ones_own_may_lie_in_the_working_folder(tmp_path, monkeypat
     assert find_decoder("near_by:Near").name == "near"
 
 
-@given(
-    st.sampled_from([None, 5]),
-    st.sampled_from([None, *get_args(Trained)]),
-    st.sampled_from(PROMPT_RULES),
-    st.sampled_from([None, 8]),
+@pytest.mark.parametrize(
+    ("facts", "name"),
+    [
+        ({}, "static"),
+        ({"objective": "masked_diffusion", "prompt_rule": "block"}, "static"),
+        ({"objective": "d2f", "block_size": 8}, "d2f"),
+        ({"objective": "d2f"}, "d2f"),
+        ({"objective": "wino_plus"}, "threshold"),
+        ({"prompt_rule": "causal", "objective": "wedlm"}, "wedlm"),
+        ({"prompt_rule": "block_causal", "block_size": 4}, "block"),
+        ({"prompt_rule": "causal", "mask_id": None}, "autoregressive"),
+        ({"prompt_rule": "causal", "mask_id": None, "draft_id": 1}, "self_draft"),
+    ],
 )
-def test_every_model_has_one_default_decoder(mask_id, objective, prompt_rule, block_size):
-    facts = {"objective": objective, "prompt_rule": prompt_rule, "block_size": block_size}
-    contract = replace(CONTRACT, mask_id=mask_id, **facts)
-    claiming = [kind for kind in DECODERS.values() if kind.is_default_for(contract)]
-    assert [default_decoder(contract)] == claiming
+def test_the_default_decoder_suits_the_model(facts, name):
+    contract = replace(CONTRACT, **facts)
+    assert default_decoder(contract) is DECODERS[name]
+    as_decoder(None, contract).check(contract)
 
 
 @pytest.mark.parametrize(
@@ -312,20 +317,19 @@ def confident(step: Step, first: int) -> Predictions:
     return Predictions(np.full(len(step.read), 9), confidence)
 
 
-@pytest.mark.parametrize("size", range(1, 65))
-def test_k_of_n_decoded_reach_a_threshold_of_k_nths(size):
+def test_k_of_n_decoded_reach_a_threshold_of_k_nths():
     """Appending and activating, for every k; and one token fewer does not reach it."""
-    for k in range(1, size):
-        share = k / size
-        decoder = decode.D2F(size, share, share, 0.5, max_new_tokens=2 * size)
-        session = decoder.begin([5], CONTRACT)
-        session.accept(confident(session.step(), k - 1))
-        session.step()
-        if k > 1:  # with none above the threshold one is forced
-            assert [block.state for block in session.blocks()] == ["fully active"]
-            session.accept(confident(session.step(), 1))
+    for size in range(1, 65):
+        for k in range(1, size):
+            decoder = decode.D2F(size, k / size, k / size, 0.5, max_new_tokens=2 * size)
+            session = decoder.begin([5], CONTRACT)
+            session.accept(confident(session.step(), k - 1))
             session.step()
-        assert [block.state for block in session.blocks()] == ["fully active", "fully active"]
+            if k > 1:  # with none above the threshold one is forced
+                assert [block.state for block in session.blocks()] == ["fully active"]
+                session.accept(confident(session.step(), 1))
+                session.step()
+            assert [block.state for block in session.blocks()] == ["fully active"] * 2
 
 
 def first_confidences(model, prompt, decoder) -> list[float]:

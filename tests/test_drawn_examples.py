@@ -14,9 +14,7 @@ from tiny import random_model
 import decode
 from d2f.attention import SpanPlan
 from d2f.noise import clean_prefix_ratios, decoding_ratios, observed_first
-from d2f.spans import (
-    causal,
-)
+from d2f.spans import causal
 from decode.decoders.branches import Branch, with_branches
 from decode.decoders.session import feed
 from decode.decoders.shadow import add_shadow
@@ -81,16 +79,48 @@ def seen(spans):
     return [sorted(s for a, b in row for s in range(a, b)) for row in spans.tolist()]
 
 
-def answer(session, step, tokens, confidence=0.5, entropy=0.5, queried=None):
-    """Hand a step its predictions, in the order of its reads."""
+def answer(session, step, tokens, confidence=0.5, entropy=0.5, queried=()):
+    """Hand a step its predictions, in the order of its reads; numbers are those of all."""
     n = len(step.read)
-    values = [np.full(n, v, np.float32) if np.isscalar(v) else np.array(v, np.float32)
-              for v in (confidence, entropy)]  # fmt: skip
+    scores = []
+    for given in (confidence, entropy):
+        given = [given] * n if np.isscalar(given) else list(given) + [0.0] * (n - len(given))
+        scores.append(np.array(given, np.float32))
     probability = None
     if step.queried_tokens is not None:
-        probability = np.ones(n, np.float32)
-        probability[n - len(queried) :] = queried
-    session.accept(Predictions(np.array(tokens), values[0], probability, entropy=values[1]))
+        probability = np.array([1.0] * (n - len(queried)) + list(queried), np.float32)
+    tokens = np.array(list(tokens) + [9] * (n - len(tokens)))
+    session.accept(Predictions(tokens, scores[0], probability, entropy=scores[1]))
+
+
+def play(decoder, contract, *script):
+    """Decode after the prompt 7 8: before each answer, a list of what the step and the session
+    are. Returns the session, which is done, and the last of its steps."""
+    session, last = decoder.begin([7, 8], contract), None
+    for expected, *answered in script:
+        last = session.step()
+        for name, want in expected.items():
+            assert FACTS[name](session, last) == want, name
+        answer(session, last, *answered)
+    return session, last
+
+
+def response(session):
+    return session.view(2, len(session.x), "decoded").tokens
+
+
+FACTS = {
+    "tokens": lambda session, step: step.tokens.tolist(),
+    "positions": lambda session, step: step.positions.tolist(),
+    "slots": lambda session, step: step.slots.tolist(),
+    "reads": lambda session, step: step.positions[step.read].tolist(),
+    "response": lambda session, step: response(session),
+    "states": lambda session, step: [block.state for block in session.blocks()],
+    "spare": lambda session, step: session.spare[2],
+    "verified": lambda session, step: [
+        p for _, part in session.verified for p in part.tolist()
+    ] if isinstance(session.verified, list) else session.verified.tolist(),
+}  # fmt: skip
 
 
 @pytest.mark.parametrize(
@@ -138,122 +168,96 @@ def test_shadow_module():
     assert seen(pairs.spans[2:]) == [[0, 4], [0, 1, 6, 7], [0, 1, 6, 7]]
 
 
-def test_blockwise_module():
-    fed = {}
-    for cache, contract in (
-        ("none", CONTRACT), ("prefix", CONTRACT), ("dual", CONTRACT),
-        ("block-causal", replace(CONTRACT, **BLOCKS)),
-    ):  # fmt: skip
-        policy = "none" if cache == "block-causal" else cache
-        decoder = decode.Static(block_size=2, max_new_tokens=4, cache=policy)
-        session = decoder.begin([7, 8], contract)
-        fed[cache] = []
-        for _ in range(4):
-            step = session.step()
-            fed[cache].append(step.positions.tolist())
-            answer(session, step, [9] * len(step.read))
-    everything = [0, 1, 2, 3, 4, 5]
-    assert fed == {
-        "none": [everything] * 4,
-        "prefix": [everything, [2, 3, 4, 5], everything, [4, 5]],
-        "dual": [everything, [2, 3], everything, [4, 5]],
-        "block-causal": [[0, 1, 2, 3], [2, 3], [2, 3, 4, 5], [4, 5]],
-    }
+@pytest.mark.parametrize(
+    ("cache", "contract", "fed"),
+    [
+        ("none", CONTRACT, [range(6)] * 4),
+        ("prefix", CONTRACT, [range(6), [2, 3, 4, 5], range(6), [4, 5]]),
+        ("dual", CONTRACT, [range(6), [2, 3], range(6), [4, 5]]),
+        ("none", replace(CONTRACT, **BLOCKS), [[0, 1, 2, 3], [2, 3], [2, 3, 4, 5], [4, 5]]),
+    ],
+)
+def test_blockwise_module(cache, contract, fed):
+    decoder = decode.Static(block_size=2, max_new_tokens=4, cache=cache)
+    session, _ = play(decoder, contract, *(({"positions": list(rows)}, []) for rows in fed))
+    assert session.step() is None
 
 
 def test_blockwise_feed_rows():
-    session = decode.Static(block_size=2, max_new_tokens=4, cache="dual").begin([7, 8], SHIFTED)
-    for _ in range(3):
-        step = session.step()
-        answer(session, step, [9] * len(step.read), np.arange(len(step.read)) / 9 + 0.1)
-    step = session.step()
-    assert session.wanted.tolist() == [4]
-    assert step.positions.tolist() == [3, 4, 5] and step.slots.tolist() == [6, 4, 5]
-    assert step.read.tolist() == [0]
+    decoder = decode.Static(block_size=2, max_new_tokens=4, cache="dual")
+    last = {"positions": [3, 4, 5], "slots": [6, 4, 5], "reads": [3]}
+    first = ({}, [], np.arange(2) / 9 + 0.1)  # the second of a block is surer
+    play(decoder, SHIFTED, first, ({}, []), first, (last, []))
 
 
-def test_d2f_session_module():
-    session = decode.D2F(2, tau_add=0.5, tau_act=1.0, tau_conf=0.9, max_new_tokens=4).begin(
-        [7, 8], CONTRACT
-    )
-    for state, tokens, confidence in (
-        ([("fully active", (None, None))], [A, 9], [0.95, 0.3]),
-        ([("fully active", (A, None)), ("semi-active", (None, None))], [B, C, 9], [0.3, 0.95, 0.3]),
-        ([("cached", (A, B)), ("fully active", (C, None))], [D], 0.3),
-    ):
-        step = session.step()
-        assert [(b.state, b.tokens) for b in session.blocks()] == state
-        answer(session, step, tokens, confidence)
-    assert step.positions.tolist() == [2, 3, 4, 5], "block 1 is fed with its final tokens"
+PIPELINE = {"tau_add": 0.5, "tau_act": 1.0, "tau_conf": 0.9, "max_new_tokens": 4}
+
+
+def test_d2f_module():
+    session, _ = play(
+        decode.D2F(2, **PIPELINE), CONTRACT,
+        ({"states": ["fully active"], "tokens": [7, 8, M, M]}, [A], [0.95, 0.3]),
+        ({"states": ["fully active", "semi-active"], "tokens": [A, M, M, M]},
+         [B, C], [0.3, 0.95, 0.3]),
+        # Block 1 is fed with its final tokens.
+        ({"states": ["cached", "fully active"], "tokens": [A, B, C, M]}, [D], 0.3),
+    )  # fmt: skip
     assert session.step() is None and session.tokens == [A, B, C, D]
 
 
 def test_d2f_lossless_module():
-    session = decode.D2F(
-        2, tau_add=0.5, tau_act=1.0, tau_conf=0.9, max_new_tokens=4, lossless=2
-    ).begin([7, 8], CONTRACT)
-    answer(session, session.step(), [A, B], [0.95, 0.6])
-    step = session.step()
-    assert step.tokens.tolist() == [A, M, M, M, A, B, M, M]
-    answer(session, step, [B, 9, 9, C, 9], 0.3)
-    assert session.tokens == [A, B, C]
-    answer(session, session.step(), [D], 0.3)
+    session, _ = play(
+        decode.D2F(2, **PIPELINE, lossless=2), CONTRACT,
+        ({}, [A, B], [0.95, 0.6]),
+        ({"tokens": [A, M, M, M, A, B, M, M]}, [B, 9, 9, C], 0.3),
+        ({"response": (A, B, C, None)}, [D], 0.3),
+    )  # fmt: skip
     assert session.step() is None and session.tokens == [A, B, C, D]
 
 
 def test_d2f_revoke_always():
-    decoder = decode.D2F(4, tau_conf=0.5, max_new_tokens=4, revoke="always", tau_revoke=0.9)
-    session = decoder.begin([7, 8], CONTRACT)
-    facts = []
-    for confidence, shadow in (
-        ([0.9, 0.9, 0.9, 0.3], []), ([0.3] * 4, [0.2, 0.1, 0.95]), ([0.9, 0.3], []), ([0.3], []),
-    ):  # fmt: skip
-        step, spare = session.step(), session.spare[2]
-        answer(session, step, [9] * len(step.read), confidence, queried=shadow)
-        revealed, decided = len(session.revealed), 4 - int(session.masked.sum())
-        facts.append((revealed, spare, decided))
-    assert facts == [(3, 0, 3), (1, 2, 2), (1, 0, 3), (1, 0, 4)]
+    session, _ = play(
+        decode.D2F(4, tau_conf=0.5, max_new_tokens=4, revoke="always", tau_revoke=0.9), CONTRACT,
+        ({"response": (None,) * 4, "spare": 0}, [], [0.9, 0.9, 0.9, 0.3]),
+        ({"response": (9, 9, 9, None), "spare": 2}, [], 0.3, 0, [0.2, 0.1, 0.95]),
+        ({"response": (None, None, 9, 9), "spare": 0}, [], [0.9, 0.3]),
+        ({"response": (9, None, 9, 9), "spare": 0}, [], 0.3),
+    )  # fmt: skip
     counts = {"drafted": 6, "revoked": 2, "revoked_changed": 0}
-    assert counts.items() <= session.counts.items()
+    assert counts.items() <= session.counts.items() and session.step() is None
 
 
 def test_d2f_revoke_commit():
-    decoder = decode.D2F(4, tau_conf=0.5, max_new_tokens=4, revoke="commit", tau_revoke=0.9)
-    session = decoder.begin([7, 8], CONTRACT)
-    queries, states = [], []
-    for shadow in ([], [0.95, 0.2, 0.95, 0.95], [], [0.95] * 3):
-        step = session.step()
-        queries.append([] if not shadow else session.verified[1][1].tolist())
-        answer(session, step, [9] * len(step.read), 0.9, queried=shadow)
-        states.append((session.pipeline[1].state, np.flatnonzero(session.masked).tolist()))
-    assert queries == [[], [2, 3, 4, 5], [], [2, 4, 5]]
-    assert states == [("to cache", []), ("fully active", [3]), ("to cache", []), ("cached", [])]
+    session, _ = play(
+        decode.D2F(4, tau_conf=0.5, max_new_tokens=4, revoke="commit", tau_revoke=0.9), CONTRACT,
+        ({"states": ["fully active"]}, [], 0.9),
+        ({"states": ["to cache"], "verified": [2, 3, 4, 5]}, [], 0.9, 0, [0.95, 0.2, 0.95, 0.95]),
+        ({"states": ["fully active"], "response": (9, None, 9, 9)}, [], 0.9),
+        ({"states": ["to cache"], "verified": [2, 4, 5]}, [], 0.9, 0, [0.95] * 3),
+    )  # fmt: skip
+    assert session.pipeline[1].state == "cached"
 
 
 def test_freedave_module():
-    session = decode.FreeDave(max_new_tokens=4, drafts=3).begin([7, 8], CONTRACT)
-    answer(session, session.step(), [A, B, C, D], [0.3, 0.5, 0.9, 0.4])
-    step = session.step()
+    session, step = play(
+        decode.FreeDave(max_new_tokens=4, drafts=3), CONTRACT,
+        ({}, [A, B, C, D], [0.3, 0.5, 0.9, 0.4]),
+        ({}, [A, B, D, A, D, A], [0.3, 0.5, 0.4, 0.3, 0.4, 0.3]),
+    )  # fmt: skip
     of_response = step.tokens[step.positions >= 2].reshape(3, 4)
     assert of_response.tolist() == [[M, M, C, M], [M, B, C, M], [M, B, C, D]]
-    answer(session, step, [A, B, D, A, D, A], [0.3, 0.5, 0.4, 0.3, 0.4, 0.3])
     assert [r.token for r in session.revealed] == [B, D, A] and session.step() is None
 
 
 def test_wedlm_module():
-    session = decode.WeDLM(window=4, max_new_tokens=6).begin([7, 8], CAUSAL)
-    rows = []
-    for tokens, entropy in (([A, 9, C, 9], [0.1, 0.9, 0.1, 0.9]), ([B, 9], [0.1, 0.9])):
-        step = session.step()
-        rows.append((step.slots.tolist(), step.tokens.tolist(), step.positions.tolist()))
-        answer(session, step, tokens, entropy=entropy)
-    step = session.step()
-    rows.append((step.slots.tolist(), step.tokens.tolist(), step.positions.tolist()))
-    assert rows == [
-        ([0, 1, 2, 3, 4, 5], [7, 8, M, M, M, M], [0, 1, 2, 3, 4, 5]),
-        ([2, 3, 4, 5], [A, C, M, M], [2, 4, 3, 5]),
-        ([3, 4, 5, 6], [B, C, M, M], [3, 4, 5, 6]),
-    ]
+    _, step = play(
+        decode.WeDLM(window=4, max_new_tokens=6), CAUSAL,
+        ({"tokens": [7, 8, M, M, M, M], "positions": [*range(6)], "slots": [*range(6)]},
+         [A, 9, C], 0, [0.1, 0.9, 0.1, 0.9]),
+        ({"tokens": [A, C, M, M], "positions": [2, 4, 3, 5], "slots": [2, 3, 4, 5]},
+         [B], 0, [0.1, 0.9]),
+        ({"tokens": [B, C, M, M], "positions": [3, 4, 5, 6], "slots": [3, 4, 5, 6]}, []),
+    )  # fmt: skip
     assert (step.spans[:, 0, 1] == step.slots + 1).all()
 
 
@@ -261,11 +265,11 @@ def test_wedlm_module():
     ("rows", "known"), [([9, 9, 9], [A, 9]), ([B, 9, 9], [A, B, 9]), ([B, C, D], [A, B, C, D])]
 )
 def test_wedlm_verified(rows, known):
-    session = decode.WeDLM(window=4, max_new_tokens=6, verify="ar").begin([7, 8], CAUSAL)
-    answer(session, session.step(), [A, 9, B, C, 9], entropy=[0, 0, 0.1, 0.1, 0.9])
-    step = session.step()
-    assert step.slots.tolist() == [2, 3, 4, 5] and step.tokens.tolist() == [A, B, C, M]
-    answer(session, step, [*rows, 9], entropy=[0, 0, 0, 0.9])
+    session, _ = play(
+        decode.WeDLM(window=4, max_new_tokens=6, verify="ar"), CAUSAL,
+        ({}, [A, 9, B, C], 0, [0, 0, 0.1, 0.1, 0.9]),
+        ({"slots": [2, 3, 4, 5], "tokens": [A, B, C, M]}, rows, 0, [0, 0, 0, 0.9]),
+    )  # fmt: skip
     assert session.settled == known
     accepted = len(known) - 2
     counts = {"accepted": accepted, "rejected": 2 - accepted, "window_rows": 4 + 4}
@@ -277,25 +281,13 @@ def test_wedlm_verified(rows, known):
 
 
 def test_wino_module():
-    session = decode.Wino(4, 4, tau1=0.6, tau2=0.9, caps=False).begin([7, 8], CONTRACT)
-    told = (
-        ([9, B, 9, D], [0.1, 0.9, 0.1, 0.9], []),
-        ([A, 9], [0.9, 0.1], [0.95, 0.3]),
-        ([C, 35], 0.9, [0.95, 0.95]),
-    )
-    verified, blocks = [], []
-    for tokens, confidence, shadow in told:
-        step = session.step()
-        verified.append(session.verified.tolist())
-        n = len(step.read)
-        tokens = tokens + [0] * (n - len(tokens))
-        if not np.isscalar(confidence):
-            confidence = confidence + [0.0] * (n - len(confidence))
-        answer(session, step, tokens, confidence, queried=shadow)
-        blocks.append(session.view(2, 6, "decoded").tokens)
-    assert verified == [[], [3, 5], [2, 3]]
-    assert blocks == [(None, B, None, D), (A, B, None, None), (A, B, C, 35)]
-    assert session.step() is None
+    session, _ = play(
+        decode.Wino(4, 4, tau1=0.6, tau2=0.9, caps=False), CONTRACT,
+        ({"verified": []}, [9, B, 9, D], [0.1, 0.9, 0.1, 0.9]),
+        ({"verified": [3, 5], "response": (None, B, None, D)}, [A], [0.9], 0, [0.95, 0.3]),
+        ({"verified": [2, 3], "response": (A, B, None, None)}, [C, 35], 0.9, 0, [0.95, 0.95]),
+    )  # fmt: skip
+    assert response(session) == (A, B, C, 35) and session.step() is None
 
 
 def test_block_module():
@@ -305,7 +297,7 @@ def test_block_module():
     for _ in range(3):
         step = session.step()
         fed.append((step.positions.tolist(), step.cached, step.positions[step.read].tolist()))
-        answer(session, step, [9] * len(step.read))
+        answer(session, step, [])
     assert fed[:2] == [([0, 1, 2, 3], 0, [3]), ([*range(8)], 0, [4, 5, 6, 7])]
     assert fed[2] == ([4, 5, 6, 7], 4, [5, 6, 7])
 

@@ -1,4 +1,4 @@
-"""python -m benchmarks.gpu: measurements are kept row by row, resumed, and ended in time."""
+"""python -m benchmarks.gpu: measurements are kept, resumed, and ended in time."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import time
 import pytest
 
 from benchmarks import gpu
-from benchmarks.gpu import CUT, DONE, FAILED, NOT_RUN, Results, markdown, read_runs
+from benchmarks.gpu import CUT, DONE, FAILED, NOT_RUN, markdown, measure_all, read_runs
 
 FACTS = {"device": "a GPU", "torch": "2", "code": "1", "dry_run": False}
 WRITER = """
@@ -23,9 +23,7 @@ parser.add_argument("--json", type=pathlib.Path)
 options = parser.parse_args()
 if options.count:
     open(options.count, "a").write("x")
-beside = options.json.with_suffix(".part")
-beside.write_text(json.dumps({"measured": [{"row": 1, "ms": 1.5}]}))
-beside.replace(options.json)  # whole, as benchmarks write it
+options.json.write_text(json.dumps({"measured": [{"row": 1, "ms": 1.5}]}))
 if options.then == "warn":
     print("x.py:1: RuntimeWarning: the Triton kernel span_attention does not work", file=sys.stderr)
 if options.then == "hang":
@@ -46,7 +44,6 @@ def writer(tmp_path, monkeypatch):
 
     monkeypatch.setattr(gpu.Measurement, "words", of_the_writer)
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
-    monkeypatch.setattr(gpu, "POLL", 0.05)
     monkeypatch.setattr(gpu, "GRACE", 0.5)
 
     def make(then="end", name="writer", seconds=1, more="", **others):
@@ -56,72 +53,51 @@ def writer(tmp_path, monkeypatch):
     return make
 
 
-def session(path, facts=FACTS, deadline=math.inf):
-    return gpu.Session(Results(path, dict(facts)), deadline)
+def measured(path, *measurements, facts=FACTS, seconds=math.inf):
+    runs = measure_all(measurements, path, facts, time.monotonic() + seconds)
+    assert runs == read_runs(path)
+    return runs[-1]["measured"]
 
 
-def last(path):
-    return read_runs(path)[-1]["measured"]
-
-
-def test_a_measurement_is_made_once_for_the_same_device_code_and_versions(tmp_path, writer, capsys):
+def test_a_measurement_is_made_once_for_the_same_device_and_code(tmp_path, writer, capsys):
     path, count = tmp_path / "results.json", tmp_path / "count"
     for _ in range(2):
-        session(path).run([writer(more=f"--count {count}")])
+        measured(path, writer(more=f"--count {count}"))
     assert len(count.read_text()) == 1
     assert "kernels, writer: measured on" in capsys.readouterr().out
-    for changed in ("device", "code"):
-        session(path, FACTS | {changed: "other"}).run([writer(more=f"--count {count}")])
-    assert len(count.read_text()) == 3
+    measured(path, writer(more=f"--count {count}"), facts=FACTS | {"code": "other"})
+    assert len(count.read_text()) == 2
     assert read_runs(path)[0]["facts"] == FACTS, "earlier runs are kept"
+    assert gpu.main(["--table", str(path)]) == 0  # which needs no GPU
+    out = capsys.readouterr().out
+    assert "**a GPU, " in out and "| 1 | 1.5 |" in out
 
 
 def test_what_fails_is_measured_again_after_the_others(tmp_path, writer, capsys):
     path = tmp_path / "results.json"
-    session(path).run([writer("fail", name="bad"), writer(name="good")])
-    assert last(path)["bad"]["state"] == FAILED
-    assert last(path)["bad"]["why"] == "exit status 1"
+    found = measured(path, writer("fail", name="bad"), writer("warn", name="good"))
+    assert (found["bad"]["state"], found["bad"]["why"]) == (FAILED, "exit status 1")
     capsys.readouterr()
-    session(path).run([writer("fail", name="bad"), writer(name="new")])
+    found = measured(path, writer("fail", name="bad"), writer(name="new"))
     said = capsys.readouterr().out
     assert said.index("new: done") < said.index("bad: failed")
-
-
-def test_what_runs_at_the_deadline_is_ended_and_its_rows_are_kept(tmp_path, writer):
-    path = tmp_path / "results.json"
-    began = time.monotonic()
-    session(path, deadline=began + 3).run([writer("hang", seconds=1)])
-    assert time.monotonic() - began < 10
-    entry = last(path)["writer"]
-    assert (entry["state"], entry["why"]) == (CUT, "the time was over")
-    assert entry["found"]["measured"] == [{"row": 1, "ms": 1.5}]
-
-
-def test_what_does_not_fit_is_left_and_what_cannot_run_says_why(tmp_path, writer, capsys):
-    path = tmp_path / "results.json"
-    soon = time.monotonic() + 5
-    session(path, deadline=soon).run([writer(name="long", seconds=600)])
-    assert "long: left for the next call" in capsys.readouterr().out
-    session(path).run([writer(needs=("no_such_module",))])
-    entry = last(path)["writer"]
-    assert (entry["state"], entry["why"]) == (NOT_RUN, "needs no_such_module")
-
-
-def test_a_fallback_is_said_beside_every_later_figure(tmp_path, writer):
-    path = tmp_path / "results.json"
-    session(path).run([writer("warn", name="first"), writer(name="second")])
+    # A fallback is said beside every later figure.
     warned = ["the Triton kernel span_attention does not work"]
-    assert [entry["warnings"] for entry in last(path).values()] == [warned, warned]
+    assert [found[name]["warnings"] for name in ("good", "new", "bad")] == [warned] * 3
     assert "**With a fallback: the Triton kernel" in markdown(read_runs(path))
 
 
-def test_tables_of_a_file_need_no_gpu(tmp_path, writer, capsys):
-    path = tmp_path / "results.json"
-    session(path).run([writer()])
-    capsys.readouterr()
-    assert gpu.main(["--table", str(path)]) == 0
-    out = capsys.readouterr().out
-    assert "**a GPU, " in out and "| 1 | 1.5 |" in out
+def test_what_runs_at_the_deadline_is_ended_and_its_rows_are_kept(tmp_path, writer, capsys):
+    began, path = time.monotonic(), tmp_path / "results.json"
+    given = writer("hang"), writer(name="long", seconds=600)
+    found = measured(path, *given, writer(name="other", needs=("no_such_module",)), seconds=2.5)
+    assert time.monotonic() - began < 10
+    cut, other = found["writer"], found.get("other")
+    assert (cut["state"], cut["why"]) == (CUT, "the time was over")
+    assert cut["found"]["measured"] == [{"row": 1, "ms": 1.5}]
+    assert "long: left for the next call" in capsys.readouterr().out and other is None
+    found = measured(path, writer(name="other", needs=("no_such_module",)))
+    assert (found["other"]["state"], found["other"]["why"]) == (NOT_RUN, "needs no_such_module")
 
 
 @pytest.mark.parametrize(
@@ -154,11 +130,11 @@ def test_the_modules_take_the_commands(monkeypatch):
 
 
 @pytest.mark.slow
-def test_a_dry_run_measures_in_small(tmp_path):
-    """Of two parts; each module's small run has a test of its own."""
-    path, parts = tmp_path / "dry.json", ["correctness", "forward"]
-    assert gpu.main(["--dry-run", "--output", str(path), "--only", *parts]) == 0
+def test_a_dry_run_measures_in_small(tmp_path, monkeypatch):
+    monkeypatch.setattr("benchmarks.common.in_fresh_process", lambda measure: measure())
+    path = tmp_path / "dry.json"
+    assert gpu.main(["--dry-run", "--output", str(path), "--only", "forward"]) == 0
     (run,) = json.loads(path.read_text())["runs"]
     states = {name: entry["state"] for name, entry in run["measured"].items()}
-    chosen = [found for found in gpu.MEASUREMENTS if found.part in parts]
+    chosen = [found for found in gpu.MEASUREMENTS if found.part == "forward"]
     assert states == {found.name: DONE if found.small else NOT_RUN for found in chosen}

@@ -172,13 +172,3 @@ def test_a_file_of_rollouts_of_its_own_takes_nothing_from_training(tmp_path, bas
     assert trained(found) == trained(every)
     assert len(held(found)) == 2
     assert found.held_out.said.endswith(f"states of 2 rollouts, of the 2 of {fewer}")
-
-
-def test_check_says_what_is_held_out(tmp_path):
-    file = write(tmp_path / "rows.jsonl", pairs(20))
-    config = run_settings(
-        tmp_path / "run", {"file": str(file)}, eval_every=1, evaluation={"loss_rows": 4}
-    )
-    said = check(config).text
-    assert "data: 16 samples, " in said
-    assert f"held-out loss: 4 of 20 rows of {file}" in said

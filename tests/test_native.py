@@ -17,7 +17,7 @@ from tiny import fresh_model, random_model, tokenizer
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
 import decode
-from d2f import cpu
+from d2f import cpu, spans
 from d2f.attention import SpanPlan
 from d2f.cache import SlotCache
 from d2f.convert import build
@@ -39,13 +39,14 @@ if shutil.which("g++") is None and shutil.which("clang++") is None:
 SLOTS = 60
 
 
-def _qwen3(dim=16, group=2):
+def _qwen3(dim=16, group=2, **sizes):
     """Norms of each head, and widths that are no multiple of a vector's."""
     torch.manual_seed(3)
-    config = Qwen3Config(
-        vocab_size=300, hidden_size=36, intermediate_size=59, num_hidden_layers=2, head_dim=dim,
-        num_attention_heads=2 * group, num_key_value_heads=2, max_position_embeddings=256,
-    )  # fmt: skip
+    config = Qwen3Config(**{
+        "vocab_size": 300, "hidden_size": 36, "intermediate_size": 59, "num_hidden_layers": 2,
+        "head_dim": dim, "num_attention_heads": 2 * group, "num_key_value_heads": 2,
+        "max_position_embeddings": 256, **sizes,
+    })  # fmt: skip
     backbone = Qwen3ForCausalLM._from_config(config, attn_implementation="span")
     for parameter in backbone.parameters():
         torch.nn.init.normal_(parameter, 1.0 if parameter.dim() == 1 else 0.0, 0.3)
@@ -233,6 +234,37 @@ def test_a_compiled_model_has_it_and_its_memory_goes_with_the_model():
     del model, rows
     gc.collect()
     assert [ref() for ref in gone] == [None] * len(gone)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("tied", [True, False])
+def test_packed_weights_take_the_place_of_the_others(tied, dtype, monkeypatch):
+    sizes = {"vocab_size": 320, "hidden_size": 64, "intermediate_size": 96}
+    backbone = _qwen3(tie_word_embeddings=tied, **sizes).to(dtype)
+    weights = {name: value.clone() for name, value in backbone.state_dict().items()}
+    slots = torch.arange(4)
+    batch = (torch.tensor([1, 2, 319, 16]), slots, slots, spans.causal(4))
+
+    def plain():
+        with torch.inference_mode():
+            return backbone(batch[0][None], spans=SpanPlan(batch[3][None]), use_cache=False).logits
+
+    def ours(rows):
+        with torch.inference_mode():
+            return fed(rows, batch, filled_cache(backbone, dtype, 0))
+
+    expected = ours(cpu.NativeRows(backbone)), plain()
+    monkeypatch.setattr(cpu, "ONCE", 0)
+    rows = cpu.NativeRows(backbone)
+    assert torch.equal(ours(rows), expected[0])
+    # Whoever else reads the weights finds them as they were.
+    assert torch.equal(plain(), expected[1])
+    found = backbone.state_dict()
+    assert found.keys() == weights.keys()
+    assert all(torch.equal(found[name], value) for name, value in weights.items())
+    parameters = list(backbone.parameters())
+    held = {t.untyped_storage().data_ptr(): t.untyped_storage() for t in [*parameters, *rows._kept]}
+    assert sum(s.nbytes() for s in held.values()) < 1.15 * sum(p.nbytes for p in parameters)
 
 
 def _of(family="llada", **more):

@@ -136,21 +136,6 @@ def test_dropout_is_the_students_alone(tmp_path):
     assert made(batch).item() != made(batch).item()
 
 
-def test_zero_lora_and_one_block_give_exactly_zero_gradient(tmp_path):
-    """Where student and teacher coincide, distillation asks for nothing: a fresh LoRA (no effect)
-    and spans in which the block-causal mask is the bidirectional one."""
-    model = fresh_model("llada")
-    model.backbone.requires_grad_(False)
-    new_lora(model, r=4, alpha=4, dropout=0.0)
-    made, rows = batch_of("d2f", model, settings(tmp_path, "d2f", init="unused"))
-    made.sample_spans = lambda sample: spans.bidirectional(len(sample))
-    loss = made(made.batch(rows, slice(0, 2)))
-    assert loss.item() == 0.0
-    assert gradient(loss, made).abs().max().item() == 0.0
-    del made.sample_spans
-    assert made(made.batch(rows, slice(0, 2))).item() > 0.0
-
-
 # Packed steps.
 
 
@@ -168,14 +153,6 @@ def test_the_loss_does_not_depend_on_the_processes(tmp_path, objective):
 
 
 # Masked diffusion's noise.
-
-
-def test_a_token_weighs_the_inverse_of_its_samples_ratio(tmp_path):
-    config = settings(tmp_path, noise={"uniform_share": 1.0})
-    made, rows = batch_of("masked_diffusion", fresh_model("llada"), config)
-    for sample in [placed.sample for row in rows for placed in row]:
-        ratios, weight = made.state(sample)
-        assert len(set(ratios)) == 1 and weight == pytest.approx(1 / ratios)
 
 
 def test_blockwise_states_weigh_their_block_and_leave_the_left_alone(tmp_path):

@@ -17,10 +17,9 @@ from d2f.errors import InputError
 from d2f.saving import save_model
 from d2f.tasks import check, find_tasks, make_problems
 from decode.cli import DecoderSettings
-from decode.decoders.d2f_session import D2FSession
-from decode.display import ShownProgress
+from decode.decoders.d2f import D2FSession
 from distill import rollouts
-from distill.data.trajectories import Rollout, read_rollouts, tokenizer_hash
+from distill.objectives.wino_plus import Rollout, read_rollouts, tokenizer_hash
 from distill.rollouts import Trajectory, TrajectoryJob, collect, make_jobs
 
 WINO = {"block_size": 8, "tau1": 0.1, "tau2": 0.9}
@@ -186,28 +185,6 @@ def test_the_file_begins_with_what_decides_its_rollouts(lenient, saved, tmp_path
     both = tmp_path / "d2f.jsonl"
     assert rollouts.main(command(saved, both, "--decoder", "d2f")) == 0
     assert read_rollouts(both)[0]["mask"] == "block_causal"
-
-
-def test_a_terminal_sees_how_far_a_resumed_collection_is(lenient, saved, tmp_path, monkeypatch):
-    """Each problem once, also those that nothing is kept of and those of the run before."""
-    path, told = tmp_path / "out.jsonl", []
-
-    class Told(ShownProgress):
-        def begin(self, total, *_):
-            told.append(total)
-
-        def advance(self, count=1, *_):
-            told.append(count)
-
-    assert rollouts.main(command(saved, path)) == 0
-    lines = path.read_bytes().splitlines(keepends=True)
-    path.write_bytes(b"".join(lines[:3]))
-    last = json.loads(lines[2])["unique_id"]
-    names = [f"{task}-{n}" for task in ("countdown", "sudoku") for n in range(1, 6)]
-    done = names.index(last) + 1
-    monkeypatch.setattr("decode.display.ShownProgress", Told)
-    assert rollouts.main(command(saved, path)) == 0
-    assert told == [10, done, *[1] * (10 - done)]
 
 
 def test_a_file_of_another_run_is_refused_and_kept(trusting, saved, tmp_path, capsys):

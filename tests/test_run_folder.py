@@ -26,7 +26,7 @@ from d2f.noise import PipelineStates
 from d2f.saving import save_model
 from distill import checkpoint
 from distill.checkpoint import RunFolder, digests
-from distill.export import card, data_name, samples_hash
+from distill.export import card, data_name
 from distill.log import Log, Progress, read_log, result_text
 from distill.objectives import OBJECTIVES
 from distill.train import train
@@ -118,7 +118,6 @@ def test_a_card_says_what_made_a_result(tmp_path):
         "Trained by the objective `masked_diffusion`.",
         f"| made by | d2f-toolkit {d2f.__version__} |",
         "| starts from | random weights |",
-        f"| SHA-256 of the first 256 samples | `{samples_hash(data)}` |",
         f"| SHA-256 of d.jsonl | `{hashlib.sha256(path.read_bytes()).hexdigest()}` |",
         "| steps | 2,000, 4,567 samples |",
         "|  | extended at step 2 from 2 to 2,000 steps: from there on the learning rate is the "
@@ -134,13 +133,6 @@ def test_a_card_says_what_made_a_result(tmp_path):
     assert data_name(named) == "generated countdown, story problems, split train, seed 4"
 
 
-def test_the_hash_of_samples_tells_prompt_from_response(tmp_path):
-    row = {"prompt": "a", "response": "b"}
-    made = stream(file=str(write(tmp_path / "one.jsonl", [row])), chat_template="none")
-    line = json.dumps([made.sample(0).prompt, made.sample(0).response]).encode()
-    assert samples_hash(made) == hashlib.sha256(line * 256).hexdigest()
-
-
 # What a folder is taken for
 
 
@@ -149,21 +141,6 @@ def begun(config, **changes) -> RunFolder:
     RunFolder(config).begin(0)
     (Path(config.output) / "checkpoints" / "step-0000001").mkdir(parents=True)
     return RunFolder(config.model_copy(update=changes))
-
-
-def test_a_run_is_finished_where_its_record_and_its_folders_say_so(tmp_path):
-    config = run_settings(tmp_path / "run", TASKS)
-    folder = begun(config)
-    folder.finish()
-    assert not RunFolder(config).is_finished, "the folder is not there"
-    (tmp_path / "run" / "model").mkdir()
-    assert RunFolder(config).is_finished
-    official = RunFolder(config.model_copy(update={"export_official": True}))
-    assert official.expected == ["model", "official"] and not official.is_finished
-    RunFolder(config).begin(2)
-    assert not RunFolder(config).is_finished, "it goes on"
-    config = run_settings(tmp_path, TASKS, "d2f", init="tiny-teacher", export_official=True)
-    assert RunFolder(config).expected == ["adapter", "model", "official"]
 
 
 @pytest.mark.parametrize("name", ["model", "best", "checkpoints/step-0000001"])
@@ -202,18 +179,6 @@ def test_a_folder_of_an_earlier_version_is_the_same_run(tmp_path):
     assert RunFolder(config).record == {}
     (tmp_path / "config.yaml").write_text(json.dumps(there | {"flavour": "sweet"}))
     with pytest.raises(InputError, match=r"another run \(.*flavour: 'sweet' there, None now\)"):
-        RunFolder(config)
-
-
-def test_a_configuration_or_record_that_is_damaged_is_said(tmp_path):
-    config = run_settings(tmp_path, TASKS)
-    begun(config)
-    (tmp_path / "run.json").write_text("[]")
-    with pytest.raises(InputError, match=r"run\.json must be a JSON object"):
-        RunFolder(config)
-    (tmp_path / "run.json").unlink()
-    (tmp_path / "config.yaml").write_text("[1, 2")
-    with pytest.raises(InputError, match=r"config\.yaml does not say which .*: put it back"):
         RunFolder(config)
 
 
@@ -270,8 +235,7 @@ def test_a_resume_refuses_an_input_that_changed(tmp_path):
 
 
 def test_the_same_data_by_another_path_is_the_same_run(tmp_path, monkeypatch):
-    """Relative, absolute, through a link, and moved elsewhere: what counts is the content. Of hub
-    names no content is known, and the name counts."""
+    """Relative, absolute, through a link, and moved elsewhere: what counts is the content."""
     monkeypatch.chdir(tmp_path)
     Path("data").mkdir()
     Path("data/d.jsonl").write_text(ROWS)
@@ -292,13 +256,6 @@ def test_the_same_data_by_another_path_is_the_same_run(tmp_path, monkeypatch):
     Path("other.jsonl").write_text('{"prompt": "2+3?", "response": "6"}\n')
     with pytest.raises(InputError, match=r"data\.file: 'data/d\.jsonl' there, 'other\.jsonl' now"):
         RunFolder(run("other.jsonl"))
-    one, same, two = (
-        run_settings(tmp_path / "hub", {"dataset": name}) for name in ("one", "./one", "two")
-    )
-    begun(one)
-    RunFolder(same)
-    with pytest.raises(InputError, match=r"\(data.dataset: 'one' there, 'two' now\)"):
-        RunFolder(two)
 
 
 def test_digests_are_of_names_and_contents_but_not_of_caches(tmp_path):
@@ -346,11 +303,10 @@ def test_a_finished_run_says_so_and_loads_nothing(tmp_path, capsys, monkeypatch)
         train(settings(tmp_path, steps=5))
 
 
-@pytest.mark.parametrize("schedule", ["constant", "cosine"])
-def test_a_finished_run_goes_on_with_more_steps(tmp_path, capsys, schedule):
-    """At a constant rate it is the longer run to the bit. Of a cosine the new length holds from
-    there on, which is said once, in the record and on the card."""
-    optimizer = {"lr": 0.003, "warmup": 2, "schedule": schedule}
+def test_a_finished_run_goes_on_with_more_steps(tmp_path, capsys):
+    """At a constant rate it is the longer run to the bit. It is said once, in the record and on the
+    card."""
+    optimizer = {"lr": 0.003, "warmup": 2, "schedule": "constant"}
     long = settings(tmp_path / "run", steps=9, optimizer=optimizer)
     short = settings(tmp_path / "run", optimizer=optimizer)
     train(short, stop_after=3)
@@ -368,7 +324,7 @@ def test_a_finished_run_goes_on_with_more_steps(tmp_path, capsys, schedule):
     rates = [json.loads(line)["lr"] for line in (tmp_path / "run" / "log.jsonl").open()]
     assert rates[6:] == [learning_rate(long, step) for step in (6, 7, 8)] and len(rates) == 9
     train(settings(tmp_path / "whole", steps=9, optimizer=optimizer))
-    assert same(tmp_path / "run", tmp_path / "whole") == (schedule == "constant")
+    assert same(tmp_path / "run", tmp_path / "whole")
 
 
 # What a kill, a full disk or a damaged file leaves
@@ -399,22 +355,12 @@ class Runs:
         return os.mkdir, ("ran",)
 
 
-@pytest.mark.parametrize(
-    ("state", "said"),
-    [
-        (Runs(), "it holds more than tensors and numbers"),
-        ([1, 2], "it is no checkpoint of a training"),
-        ({"step": 4, "sample": 9, "weights": {}}, "it is no checkpoint of a training"),
-    ],
-)
-def test_a_foreign_file_under_a_right_checksum_is_passed_over(
-    tmp_path, stopped, monkeypatch, state, said
-):
+def test_code_under_a_right_checksum_is_not_run_but_passed_over(tmp_path, stopped, monkeypatch):
     """torch.save writes the checksum of whatever it is given."""
     monkeypatch.chdir(tmp_path)
     run = shutil.copytree(stopped / "run", tmp_path / "run")
-    torch.save(state, run / "checkpoints" / "step-0000004" / "state.pt")
-    with pytest.warns(UserWarning, match=rf"damaged .*step-0000004/state.pt: {said}$"):
+    torch.save(Runs(), run / "checkpoints" / "step-0000004" / "state.pt")
+    with pytest.warns(UserWarning, match=r"damaged .*0000004/state.pt: it is no checkpoint of"):
         found = checkpoint.newest(run / "checkpoints")
     assert found is not None and found["step"] == 2
     shutil.rmtree(run / "checkpoints" / "step-0000002")
@@ -441,8 +387,7 @@ def test_a_full_disk_keeps_what_was_there_and_the_same_command_goes_on(
     assert same(run, stopped / "whole")
 
 
-@pytest.mark.parametrize("often", [{"log_every": 1, "save_every": 6}, {"log_every": 9}])
-def test_a_folder_that_is_removed_under_way_is_said_in_a_line(tmp_path, monkeypatch, often):
+def test_a_folder_that_is_removed_under_way_is_said_in_a_line(tmp_path, monkeypatch):
     kind = OBJECTIVES["masked_diffusion"]
     plain, calls = kind.forward, iter(range(1, 9))
 
@@ -453,5 +398,5 @@ def test_a_folder_that_is_removed_under_way_is_said_in_a_line(tmp_path, monkeypa
 
     monkeypatch.setattr(kind, "forward", forward)
     with pytest.raises(InputError, match=r"/run/.* could not be written: .*No such file") as said:
-        train(settings(tmp_path / "run", **often))
+        train(settings(tmp_path / "run", log_every=9))
     assert "\n" not in str(said.value) and not (tmp_path / "run").exists()

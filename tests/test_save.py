@@ -2,7 +2,6 @@
 what the published checkpoints look like, read back to the last bit."""
 
 import dataclasses
-import hashlib
 import json
 import shutil
 
@@ -310,22 +309,6 @@ def test_a_run_exports_the_merged_model_officially_and_a_card(tmp_path, family):
     assert "\n".join(["| step | loss |", "|---|---|", *points]) in card
     assert "`d2f train --config config.yaml`" in card
     assert (run / "config.yaml").read_text().strip() in card
-
-
-def test_the_card_tells_other_data_apart(tmp_path):
-    """The samples' hash changes with what is trained on, and a file's own hash is there."""
-    base, data = tmp_path / "base", tmp_path / "data.jsonl"
-    save_model(random_model("llada"), base, dtype=torch.float32)
-    hashes = set()
-    for answer in "56":
-        data.write_text(json.dumps({"prompt": "2+3?", "response": answer}) + "\n")
-        run = tmp_path / answer
-        values = {"file": str(data), "row_length": 48, "rows": 2}
-        train(settings(run, init=str(base), data=values, steps=1))
-        card = (run / "model" / "README.md").read_text()
-        hashes |= {line for line in card.splitlines() if "first 256 samples" in line}
-        assert hashlib.sha256(data.read_bytes()).hexdigest() in card
-    assert len(hashes) == 2
 
 
 def test_an_official_export_of_another_family_is_refused_before_training(tmp_path):

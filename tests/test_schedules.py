@@ -14,12 +14,11 @@ from tiny import random_model
 
 import decode
 import decode.record_states
-from d2f import noise
 from d2f.errors import InputError
 from d2f.noise import PipelineStates, read_states
 from d2f.saving import save_model
 from d2f.spans import block_causal
-from decode.decoders.d2f_session import D2FSession
+from decode.decoders.d2f import D2FSession
 from distill.config import parse_config
 from distill.data.samples import Placed, Sample
 from distill.objectives import OBJECTIVES
@@ -141,29 +140,6 @@ def test_a_size_is_drawn_per_sample_by_its_share():
         ratios, _ = made.state(sample(i))
         assert np.repeat(blocks_of(ratios, drawn[i]), drawn[i])[:24].tolist() == ratios.tolist()
     assert objective(block_size=[8, 4, 8]).config.objective.block_shares == {8: 2 / 3, 4: 1 / 3}
-
-
-def test_each_draw_of_a_sample_has_a_stream_of_its_own(monkeypatch):
-    """Else the size of a sample's blocks would say something of what is masked in them."""
-    real, streams = noise.sample_rng, []
-
-    def sample_rng(seed, index, stream=noise.CONTENT):
-        streams.append(stream)
-        return real(seed, index, stream)
-
-    made = objective(block_size=[4, 8])
-    monkeypatch.setattr(noise, "sample_rng", sample_rng)
-    made.block_size(sample(0))
-    made.rng(sample(0))
-    assert streams == [noise.BLOCKS, noise.RATIOS]
-    made.draw(sample(0))
-    assert set(streams) == {noise.BLOCKS, noise.RATIOS, noise.MASK}
-
-
-@pytest.mark.parametrize("size", [0, [], {"4": 0.0}])
-def test_a_bad_block_size_is_named(size):
-    with pytest.raises(InputError, match="block_size"):
-        settings(block_size=size)
 
 
 STATES = PipelineStates({4: [[1.0], [0.25, 1.0], [0, 0.5, 0.75], [0, 0, 1.0]]})

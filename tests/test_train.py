@@ -4,14 +4,11 @@ from __future__ import annotations
 
 import json
 import re
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from accelerate import Accelerator
 from safetensors.torch import load_file
 from tiny import random_model, saved_tokenizer
 
@@ -26,9 +23,7 @@ from distill.objectives import OBJECTIVES
 from distill.train import train
 from distill.trainer import (
     NonFiniteLossError,
-    finite_state,
     learning_rate,
-    require_finite,
 )
 
 SHAPE = {
@@ -89,7 +84,7 @@ def batch_of(objective: str, model: d2f.DiffusionModel, config: TrainConfig):
 
 @pytest.mark.parametrize(
     ("objective", "killed_after"),
-    [("masked_diffusion", 1), ("next_token", 3), ("d2f", 1), ("d2f", 3)],
+    [("next_token", 3), ("d2f", 2)],
 )
 def test_a_killed_run_resumes_to_the_same_weights(tmp_path, teacher, objective, killed_after):
     """Optimizer, rate, noise, dropout and data position all continue; a half-written checkpoint of
@@ -113,15 +108,12 @@ def test_the_loss_falls(tmp_path):
     assert sum(losses[-5:]) < 0.8 * sum(losses[:5])
 
 
-@pytest.mark.parametrize("tracker", ["tensorboard", "wandb"])
-def test_trackers_log_offline(tmp_path, tracker, monkeypatch):
+def test_wandb_logs_offline(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     monkeypatch.delenv("WANDB_MODE", raising=False)
-    train(settings(tmp_path / "run", tracker=tracker, steps=2))
+    train(settings(tmp_path / "run", tracker="wandb", steps=1))
     assert [path.name for path in tmp_path.iterdir()] == ["run"]  # nothing in the working folder
-    written = [path.name for path in tmp_path.rglob("*") if path.is_file()]
-    kind = "tfevents" if tracker == "tensorboard" else ".wandb"
-    assert any(kind in name for name in written)
+    assert [path for path in tmp_path.rglob("*.wandb") if path.is_file()]
 
 
 def test_d2f_exports_adapter_merged_model_and_contract(tmp_path, teacher):
@@ -162,10 +154,10 @@ def test_gradient_checkpointing_and_parts_change_nothing(tmp_path, teacher):
     """Recomputing has the same dropout; parts of a step add up to it."""
     lora = {"r": 4, "alpha": 4, "dropout": 0.1}
     for name, more in (("plain", {}), ("recomputed", {"gradient_checkpointing": True})):
-        train(settings(tmp_path / name, "d2f", init=str(teacher), lora=lora, **more))
+        train(settings(tmp_path / name, "d2f", init=str(teacher), lora=lora, steps=3, **more))
     assert same(tmp_path / "plain", tmp_path / "recomputed")
     for name, parts in (("one", 1), ("two", 2)):
-        train(settings(tmp_path / name, gradient_accumulation=parts))
+        train(settings(tmp_path / name, gradient_accumulation=parts, steps=3))
     one, two = weights(tmp_path / "one"), weights(tmp_path / "two")
     for name in one:
         torch.testing.assert_close(two[name], one[name], rtol=1e-4, atol=2e-5)
@@ -218,24 +210,15 @@ def test_a_model_from_scratch_has_a_tokenizer_that_knows_its_tasks(tmp_path):
     assert len(known(program).input_ids) == 6 < len(unknown(program).input_ids)
 
 
-# Loss, gradient, weights and moments that are not finite.
-
-
-@pytest.mark.parametrize(
-    "change",
-    [
-        lambda loss: loss * float("nan"),
-        lambda loss: loss + (loss * 0).sqrt(),  # a finite loss, a gradient that is not
-    ],
-)
-def test_a_loss_that_is_not_finite_stops_and_saves_nothing(tmp_path, monkeypatch, change):
-    """Found before the save at step 4 though nothing is logged; the samples of step 3 are named."""
+def test_a_gradient_that_is_not_finite_stops_and_saves_nothing(tmp_path, monkeypatch):
+    """Of a finite loss. Found before the save at step 4 though nothing is logged; the samples of
+    step 3 are named. (A loss that is NaN is in test_train_processes.py.)"""
     kind = OBJECTIVES["masked_diffusion"]
     plain, calls = kind.forward, iter(range(1, 100))
 
     def forward(self, batch):
         loss = plain(self, batch)
-        return change(loss) if next(calls) == 3 else loss
+        return loss + (loss * 0).sqrt() if next(calls) == 3 else loss
 
     monkeypatch.setattr(kind, "forward", forward)
     with pytest.raises(NonFiniteLossError, match=r"at step 3 \(samples") as caught:
@@ -244,39 +227,6 @@ def test_a_loss_that_is_not_finite_stops_and_saves_nothing(tmp_path, monkeypatch
     before = checkpoint.newest(tmp_path / "checkpoints")["sample"]
     assert f"(samples {before} to " in str(caught.value)
     assert not (tmp_path / "model").exists()
-
-
-def test_weights_that_are_not_finite_are_neither_decoded_with_nor_saved(tmp_path, monkeypatch):
-    """Loss and gradient of the step are finite; what they do to the weights is not."""
-
-    def too_high_from(first: int) -> None:
-        rate = lambda _, step: 1e39 if step >= first else 1e-3  # noqa: E731
-        monkeypatch.setattr("distill.trainer.learning_rate", rate)
-
-    too_high_from(2)
-    train(settings(tmp_path, steps=2))
-    before = weights(tmp_path)
-    with pytest.raises(NonFiniteLossError, match=r"after step 3 .* \(weight\) is not finite"):
-        train(settings(tmp_path, steps=3))
-    assert checkpoint.newest(tmp_path / "checkpoints")["step"] == 2
-    assert all(torch.equal(weights(tmp_path)[name], value) for name, value in before.items())
-    too_high_from(0)
-    with pytest.raises(NonFiniteLossError, match="after step 1"):
-        evaluated = {"eval_every": 1, "evaluation": {"problems": 1}}
-        train(settings(tmp_path / "evaluated", **evaluated))
-    assert not (tmp_path / "evaluated" / "best").exists()
-
-
-def test_weights_and_moments_are_checked_by_name():
-    weight = torch.nn.Parameter(torch.ones(3))
-    optimizer = torch.optim.AdamW([weight])
-    weight.grad = torch.ones(3)
-    optimizer.step()
-    accelerator, device = Accelerator(cpu=True), torch.device("cpu")
-    require_finite(accelerator, finite_state(7, {"w": weight}, optimizer, device))
-    optimizer.state[weight]["exp_avg_sq"][1] = float("inf")
-    with pytest.raises(NonFiniteLossError, match=r"after step 7 w \(exp_avg_sq\) is not finite"):
-        require_finite(accelerator, finite_state(7, {"w": weight}, optimizer, device))
 
 
 # The rate of each step, and the norm to which gradients are cut before it.
@@ -318,47 +268,3 @@ def test_gradients_are_cut_to_the_given_norm_and_no_shorter(tmp_path, monkeypatc
     norms = [json.loads(line)["grad_norm"] for line in (tmp_path / "log.jsonl").open()]
     assert len(met) == len(norms) == 4 and min(norms) > 0.01
     assert met == pytest.approx([clip] * 4 if cut else norms, rel=1e-3)
-
-
-# What a training imports and enters.
-
-PROBE = """
-import json, sys
-from pathlib import Path
-from distill import trainer
-from distill.config import read_config
-
-root, entered, asked = str(Path(trainer.__file__).parent.parent), set(), []
-
-def enter(frame, event, argument):
-    name = frame.f_code.co_filename
-    if event == "call" and name.startswith(root) and "site-packages" not in name:
-        entered.add(name[len(root) + 1 :])
-
-plain = trainer.StopRequest.asked
-
-def between_two_steps(self):
-    asked.append(None)
-    sys.setprofile(enter if len(asked) == 2 else None)
-    return plain(self)
-
-trainer.StopRequest.asked = between_two_steps
-trainer.train(read_config(sys.argv[1]), stop_after=3)
-decoders = [name for name in sys.modules if name.partition(".")[0] == "decode"]
-print(json.dumps([sorted(entered), decoders]))
-"""
-
-
-def test_training_imports_no_decoder_and_enters_few_files(tmp_path, teacher):
-    rows = [{"prompt": f"{i}+3?", "response": f"{i + 3}"} for i in range(20)]
-    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    data = {"file": str(tmp_path / "rows.jsonl"), "row_length": 48, "rows": 2}
-    more = {"data": data, "log_every": 100, "save_every": 100}
-    config = settings(tmp_path / "run", "d2f", init=str(teacher), **more)
-    config.save(tmp_path / "config.yaml")
-    command = [sys.executable, "-c", PROBE, str(tmp_path / "config.yaml")]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
-    entered, decoders = json.loads(done.stdout.splitlines()[-1])
-    assert decoders == []
-    assert len(entered) <= 12, entered  # three of them kernels

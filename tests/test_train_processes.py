@@ -88,24 +88,24 @@ def trained(tmp_path_factory) -> Path:
     folder = tmp_path_factory.mktemp("runs")
     teacher = folder / "teacher"
     save_model(random_model("llada"), teacher, dtype=torch.float32, objective="masked_diffusion")
-    d2f = {"init": str(teacher), **ROWS, "steps": 4, "save_every": 2}
-    full = {"init": str(teacher), **ROWS, "steps": 4}
+    full = {"init": str(teacher), **ROWS, "steps": 2}
     parts = {"gradient_accumulation": 2, "gradient_checkpointing": True}
-    moved = d2f | {"gradient_accumulation": 2}
+    two = full | {"steps": 4}
+    one = two | {"gradient_accumulation": 2}
+    nan = two | {"save_every": 2, "log_every": 100}
     jobs = []
     for kind in ("ddp", "fsdp"):
         # Begun by one process, gone on with by two, ended by one; with dropout.
-        train(settings(folder / f"moved-{kind}", "d2f", **moved), stop_after=1)
+        train(settings(folder / f"d2f-{kind}", "d2f", **one), stop_after=1)
         for name, objective, changes, more in (
-            ("d2f", "d2f", d2f | STILL, {}),
             ("full", "masked_diffusion", full | parts, {}),
-            ("moved", "d2f", d2f, {"stop_after": 2}),
-            ("nan", "masked_diffusion", full | {"save_every": 2, "log_every": 100}, {"nan_on": 3}),
+            ("d2f", "d2f", two, {"stop_after": 2}),
+            ("nan", "masked_diffusion", nan, {"nan_on": 3}),
         ):
-            config = settings(folder / f"{name}-{kind}", objective, **changes)
-            jobs.append(
-                {"config": config.model_dump(mode="json"), "sharded": kind == "fsdp"} | more
-            )
+            if (name, kind) != ("nan", "ddp"):
+                config = settings(folder / f"{name}-{kind}", objective, **changes)
+                job = {"config": config.model_dump(mode="json"), "sharded": kind == "fsdp"}
+                jobs.append(job | more)
     # SIGTERM to one of two; Ctrl-C to both twice at once, as from a terminal and a launcher.
     for name, signals in (("15", {"1": [15]}), ("2", {"0": [2, 2], "1": [2, 2]})):
         config = settings(folder / name, init=str(teacher), steps=9, save_every=9)
@@ -114,23 +114,22 @@ def trained(tmp_path_factory) -> Path:
     path.write_text(json.dumps(jobs))
     script = str(ROOT / "tests" / "training_process.py")
     running = start([script, str(path)], 2, free_ports(len(jobs)))
-    train(settings(folder / "d2f", "d2f", **d2f, **STILL))
     train(settings(folder / "full", "masked_diffusion", **full))
-    train(settings(folder / "moved", "d2f", **moved))
+    train(settings(folder / "d2f", "d2f", **one))
     (folder / "said").write_text(finish(running))
     for kind in ("ddp", "fsdp"):
-        train(settings(folder / f"moved-{kind}", "d2f", **moved))
+        train(settings(folder / f"d2f-{kind}", "d2f", **one))
     return folder
 
 
 @pytest.mark.parametrize("kind", ["ddp", "fsdp"])
-@pytest.mark.parametrize("name", ["d2f", "full", "moved"])
+@pytest.mark.parametrize("name", ["d2f", "full"])
 def test_two_processes_give_the_curve_and_the_weights_of_one(trained, name, kind):
     """The teacher is the student without its adapter inside the wrapper; parts and gradient
     checkpointing change nothing; a resume moves between one process and two, and its dropout with
     it."""
     one, two = trained / name, trained / f"{name}-{kind}"
-    assert len(curve(one)) == 4
+    assert len(curve(one)) == (4 if name == "d2f" else 2)
     assert curve(two) == pytest.approx(curve(one), rel=1e-5)
     ours, theirs = weights(two), weights(one)
     assert ours.keys() == theirs.keys()
@@ -138,12 +137,11 @@ def test_two_processes_give_the_curve_and_the_weights_of_one(trained, name, kind
         torch.testing.assert_close(ours[key], theirs[key], rtol=1e-4, atol=2e-5)
 
 
-@pytest.mark.parametrize("kind", ["ddp", "fsdp"])
-def test_a_loss_that_is_nan_in_one_process_stops_all_and_saves_nothing(trained, kind):
-    messages = [(trained / f"nan-{kind}.{rank}.error").read_text() for rank in (0, 1)]
+def test_a_loss_that_is_nan_in_one_process_stops_all_and_saves_nothing(trained):
+    messages = [(trained / f"nan-fsdp.{rank}.error").read_text() for rank in (0, 1)]
     assert messages[0] == messages[1]
     assert messages[0].startswith("NonFiniteLossError") and "at step 3 (samples" in messages[0]
-    assert checkpoint.steps(trained / f"nan-{kind}" / "checkpoints") == [2]
+    assert checkpoint.steps(trained / "nan-fsdp" / "checkpoints") == [2]
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])

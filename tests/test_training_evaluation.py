@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import io
 import json
 from math import inf, nan
 from pathlib import Path
@@ -21,36 +23,32 @@ from d2f.saving import save_model
 from distill import evaluation
 from distill.check import check
 from distill.config import TrainConfig, parse_config
-from distill.evaluation import Evaluator, undisturbed
+from distill.evaluation import Evaluator
 from distill.objectives import OBJECTIVES
 from distill.train import train
 
 EVALUATION = {"problems": 2, "tasks": ["countdown"], "options": {"tau_conf": 0.5}}
+LOSS = {"loss_rows": 4, "loss_ratios": [0.3, 0.8]}
 LORA = {"r": 4, "alpha": 4, "dropout": 0.3}
 
 
 def settings(output: Path, init: Path | None, **changes: Any) -> TrainConfig:
+    """A run on rows of the user's own, some of which are held out, that decodes problems too."""
+    output.parent.mkdir(exist_ok=True)
+    file = write(output.parent / "rows.jsonl", pairs(12, words=5))
     values = {
         "objective": {"name": "d2f", "block_size": 8, "lora": LORA},
         "output": str(output),
         "init": None if init is None else str(init),
-        "data": {"tasks": {"countdown": 1.0}, "row_length": 80, "rows": 2},
+        "data": {"file": str(file), "row_length": 80, "rows": 2},
         "optimizer": {"lr": 0.003, "warmup": 2},
         "steps": 6,
         "save_every": 2,
         "log_every": 3,
         "eval_every": 2,
-        "evaluation": EVALUATION,
+        "evaluation": EVALUATION | LOSS,
     }
     return parse_config(values | changes, "test")
-
-
-def with_loss(output: Path, init: Path, **changes: Any) -> TrainConfig:
-    """A run on rows of the user's own, some of which are held out."""
-    file = write(output.parent / "rows.jsonl", pairs(12, words=5))
-    data = {"file": str(file), "row_length": 80, "rows": 2}
-    loss = {"loss_rows": 4, "loss_ratios": [0.3, 0.8]}
-    return settings(output, init, **{"data": data, "evaluation": loss} | changes)
 
 
 @pytest.fixture(scope="module")
@@ -58,6 +56,16 @@ def teacher(tmp_path_factory) -> Path:
     folder = tmp_path_factory.mktemp("teacher") / "teacher"
     save_model(random_model("llada"), folder, dtype=torch.float32)
     return folder
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory, teacher) -> Path:
+    """A whole run that is evaluated; what it printed is beside it."""
+    folder, said = tmp_path_factory.mktemp("evaluated"), io.StringIO()
+    with contextlib.redirect_stdout(said):
+        train(settings(folder / "run", teacher))
+    (folder / "said").write_text(said.getvalue())
+    return folder / "run"
 
 
 @pytest.fixture
@@ -86,63 +94,55 @@ def evaluator_of(model: d2f.DiffusionModel, config: TrainConfig) -> Evaluator:
     return Evaluator(OBJECTIVES[config.objective.name](model, config), None, Accelerator())
 
 
-@pytest.mark.parametrize("make", [settings, with_loss])
-def test_training_does_not_notice_it_and_a_killed_run_measures_the_same(tmp_path, teacher, make):
-    """Dropout draws from torch's random state, so a moved state or mode would show in the loss;
-    also where rows are held out and adapter and teacher differ."""
-    train(make(tmp_path / "whole", teacher))
-    train(make(tmp_path / "without", teacher, eval_every=None))
-    for _ in range(3):
-        train(make(tmp_path / "killed", teacher, save_every=3), stop_after=3)
-    evaluated, plain = log(tmp_path / "whole"), log(tmp_path / "without")
+def test_training_does_not_notice_it_and_a_killed_run_measures_the_same(tmp_path, teacher, run):
+    """Dropout draws from torch's random state, so a moved state or mode would show in the loss."""
+    rows = {"evaluation": LOSS}  # which are held out without being evaluated, too
+    train(settings(tmp_path / "without", teacher, eval_every=None, **rows))
+    for _ in range(2):
+        train(settings(tmp_path / "killed", teacher, save_every=3), stop_after=3)
+    evaluated, plain = log(run), log(tmp_path / "without")
     assert list(plain) == [3, 6] and list(evaluated) == [2, 3, 4, 6]
     assert all(evaluated[step]["loss"] == plain[step]["loss"] for step in plain)
-    assert adapter(tmp_path / "whole" / "adapter") == adapter(tmp_path / "without" / "adapter")
-    assert log(tmp_path / "killed") == evaluated
-    best, again = tmp_path / "whole" / "best", tmp_path / "killed" / "best"
+    assert adapter(run / "adapter") == adapter(tmp_path / "without" / "adapter")
+    killed = log(tmp_path / "killed")
+    for step, line in evaluated.items():  # the rows' file, which is named, is another
+        assert killed[step] == line
+    best, again = run / "best", tmp_path / "killed" / "best"
     assert report(best) == report(again) and adapter(best) == adapter(again)
     assert not [key for key in evaluated[3] if key.startswith("evaluation/")]
 
 
-def test_problems_are_decoded_and_said_by_task(tmp_path, teacher, capsys):
-    """Beside a held-out loss of generated problems; the best is by accuracy where nothing else is
-    said."""
-    train(settings(tmp_path, teacher, steps=2, evaluation=EVALUATION | {"loss_rows": 3}))
-    line = log(tmp_path)[2]
-    accuracy, rate = line["evaluation/accuracy"], line["evaluation/tokens_per_forward"]
-    assert line["evaluation/countdown/accuracy"] == accuracy and 0 <= accuracy <= 1
-    assert "(wrong)" in line["evaluation/countdown/example"]
-    kl, error = line["evaluation/kl"], line["evaluation/kl_stderr"]
-    assert (
-        f", KL {kl:.4f} ± {error:.4f}, countdown accuracy {accuracy:.3f} of 2 problems, "
-        f"{rate:.2f} tokens a forward\n"
-    ) in capsys.readouterr().out
-    assert report(tmp_path / "best")["best_by"] == "accuracy"
-
-
-def test_a_held_out_loss_is_logged_said_and_on_the_card(tmp_path, teacher, capsys):
-    train(with_loss(tmp_path / "run", teacher))
-    said, lines = capsys.readouterr().out, log(tmp_path / "run")
+def test_what_is_measured_is_logged_said_and_on_the_card(run):
+    said, lines = (run.parent / "said").read_text(), log(run)
     for step in (2, 4, 6):
+        line = lines[step]
+        accuracy, rate = line["evaluation/accuracy"], line["evaluation/tokens_per_forward"]
+        assert line["evaluation/countdown/accuracy"] == accuracy and 0 <= accuracy <= 1
+        assert "(wrong)" in line["evaluation/countdown/example"]
+        kl, error = line["evaluation/kl"], line["evaluation/kl_stderr"]
         assert f"evaluation after step {step}: cross-entropy " in said
-        loss, error = (lines[step][f"evaluation/kl{end}"] for end in ("", "_stderr"))
-        assert f", KL {loss:.4f} ± {error:.4f}\n" in said
+        assert (
+            f", KL {kl:.4f} ± {error:.4f}, countdown accuracy {accuracy:.3f} of 2 problems, "
+            f"{rate:.2f} tokens a forward\n"
+        ) in said
     assert {"evaluation/cross_entropy_stderr/0.8", "evaluation/kl/0.3"} < lines[6].keys()
-    held = f"4 of 12 rows of {tmp_path / 'rows.jsonl'}"
+    held = f"4 of 12 rows of {run.parent / 'rows.jsonl'}"
     assert f"held-out loss: {held}\n" in said
-    card = (tmp_path / "run" / "model" / "README.md").read_text()
-    assert f"| held-out loss | {held} |" in card and "| step | loss | kl | cross entropy |" in card
-    losses = {step: lines[step]["evaluation/kl"] for step in (2, 4, 6)}
-    kept = report(tmp_path / "run" / "best")
-    assert (kept["best_by"], kept["step"]) == ("kl", min(losses, key=losses.__getitem__))
+    card = (run / "model" / "README.md").read_text()
+    assert f"| held-out loss | {held} |" in card
+    assert "| step | loss | accuracy | tokens per forward | kl | cross entropy |" in card
+    assert report(run / "best")["best_by"] == "accuracy"
 
 
 def test_a_file_of_held_out_rows_changes_nothing_in_training(tmp_path, teacher):
     other = write(tmp_path / "other.jsonl", pairs(20)[12:])
-    train(with_loss(tmp_path / "with", teacher, evaluation={"loss_file": str(other)}))
-    train(with_loss(tmp_path / "without", teacher, evaluation={}, eval_every=None))
+    train(settings(tmp_path / "with", teacher, evaluation={"loss_file": str(other)}, steps=3))
+    train(settings(tmp_path / "without", teacher, evaluation={}, eval_every=None, steps=3))
     evaluated, plain = log(tmp_path / "with"), log(tmp_path / "without")
-    assert all(evaluated[step]["loss"] == plain[step]["loss"] for step in plain)
+    assert plain and all(evaluated[step]["loss"] == plain[step]["loss"] for step in plain)
+    losses = {step: evaluated[step]["evaluation/kl"] for step in (2, 3)}
+    kept = report(tmp_path / "with" / "best")
+    assert (kept["best_by"], kept["step"]) == ("kl", min(losses, key=losses.__getitem__))
 
 
 @pytest.mark.parametrize(
@@ -152,42 +152,32 @@ def test_a_file_of_held_out_rows_changes_nothing_in_training(tmp_path, teacher):
 def test_the_best_is_by_what_was_asked_for(tmp_path, teacher, student, by, best):
     """The most accurate, then the fastest, then the first; or the lowest loss. One that is not
     finite is no best."""
-    changes = {"evaluation": EVALUATION | {"loss_rows": 3, "best_by": by}}
-    evaluator = evaluator_of(student, settings(tmp_path, teacher, **changes))
+    changes = {"evaluation": EVALUATION | LOSS | {"best_by": by}}
+    evaluator = evaluator_of(student, settings(tmp_path / "run", teacher, **changes))
     values = [(0.1, 0.5, 2.0), (0.3, 0.6, 1.0), (0.3, 0.4, 1.5), (0.3, 0.4, 1.0), (0.2, nan, inf)]
     rates, found = [9.0, 2.0, 2.0, 3.0, 8.0], []
+    (tmp_path / "run").mkdir()
     for step, (measured, rate) in enumerate(zip(values, rates, strict=True), 1):
         names = ("accuracy", "kl", "cross_entropy", "tokens_per_forward")
         scores = zip(names, (*measured, rate), strict=True)
         evaluator._keep(step, {f"evaluation/{name}": value for name, value in scores})
-        found.append(report(tmp_path / "best")["step"])
+        found.append(report(tmp_path / "run" / "best")["step"])
     assert found == best
-    kept = d2f.load(teacher, adapter=tmp_path / "best", device="cpu")
+    kept = d2f.load(teacher, adapter=tmp_path / "run" / "best", device="cpu")
     assert (kept.contract.objective, kept.contract.block_size) == ("d2f", 8)
 
 
 def test_a_whole_model_is_kept_where_no_adapter_is_trained(tmp_path):
+    """Of generated problems, with a tracker."""
     config = settings(
         tmp_path, None, objective={"name": "wedlm", "block_size": 8}, family="wedlm", model=SHAPE,
-        steps=1, evaluation={"problems": 1, "options": {"window": 4}}, tracker="tensorboard",
+        data={"tasks": {"countdown": 1.0}, "row_length": 80, "rows": 2}, steps=1,
+        evaluation={"problems": 1, "options": {"window": 4}}, tracker="tensorboard",
     )  # fmt: skip
     train(config)
     assert d2f.load(tmp_path / "best", device="cpu").contract.objective == "wedlm"
     events = b"".join(path.read_bytes() for path in tmp_path.rglob("*tfevents*"))
     assert b"evaluation/countdown/example" in events
-
-
-def test_modes_and_random_state_come_back_also_after_an_error(student):
-    student.adapter.train()
-    student.backbone.lm_head.eval()
-    modes = [module.training for module in student.adapter.modules()]
-    state = torch.get_rng_state()
-    with pytest.raises(RuntimeError, match="stop"), undisturbed(student):
-        assert not any(module.training for module in student.adapter.modules())
-        torch.rand(3)
-        raise RuntimeError("stop")
-    assert [module.training for module in student.adapter.modules()] == modes
-    assert torch.equal(torch.get_rng_state(), state)
 
 
 @pytest.mark.parametrize(
@@ -203,11 +193,11 @@ def test_modes_and_random_state_come_back_also_after_an_error(student):
 def test_a_bad_evaluation_is_an_error_before_any_step(tmp_path, teacher, changes, message):
     for call in (check, train):
         with pytest.raises(InputError, match=message):
-            call(settings(tmp_path, teacher, evaluation=EVALUATION | changes))
-    assert not (tmp_path / "log.jsonl").exists()
+            call(settings(tmp_path / "run", teacher, evaluation=EVALUATION | changes))
+    assert not (tmp_path / "run" / "log.jsonl").exists()
 
 
 def test_split_weights_are_not_evaluated(tmp_path, teacher, student, monkeypatch):
     monkeypatch.setattr(evaluation, "has_whole_weights", lambda accelerator: False)
     with pytest.raises(InputError, match="whose weights must be whole"):
-        evaluator_of(student, settings(tmp_path, teacher))
+        evaluator_of(student, settings(tmp_path / "run", teacher))

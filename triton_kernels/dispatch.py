@@ -74,6 +74,16 @@ def self_check(name: str) -> Callable[[Check], Check]:
     return register
 
 
+def check_alike(named: str, same: Sequence[Tensor], others: Sequence[Tensor]) -> None:
+    """Raise ValueError unless `same` share a floating dtype, and a device with the others."""
+    dtypes = sorted({str(x.dtype).removeprefix("torch.") for x in same})
+    if len(dtypes) > 1 or not same[0].is_floating_point():
+        raise ValueError(f"{named} must share one floating dtype, got {', '.join(dtypes)}")
+    devices = sorted({str(x.device) for x in (*same, *others)})
+    if len(devices) > 1:
+        raise ValueError(f"all tensors must be on one device, got {', '.join(devices)}")
+
+
 def random_inputs(
     shapes: Sequence[tuple[int, ...]], dtype: torch.dtype, device: torch.device
 ) -> list[Tensor]:

@@ -30,7 +30,7 @@ import triton.language as tl
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from triton_kernels.dispatch import compare, random_inputs, self_check, use_kernel
+from triton_kernels.dispatch import check_alike, compare, random_inputs, self_check, use_kernel
 
 TILE_BYTES = 768 << 20  # of one tile's fp32 logits on an accelerator, at most
 _TILE_SHARE = 32  # of its memory: one part in so many
@@ -330,13 +330,7 @@ def _check(
         raise ValueError(f"head must be [V, {student.shape[1]}], got {list(head.shape)}")
     if weight.shape != student.shape[:1]:
         raise ValueError(f"weight must be [{len(student)}], got {list(weight.shape)}")
-    dtypes = {x.dtype for x in (student, teacher, head)}
-    if len(dtypes) > 1 or not head.is_floating_point():
-        names = ", ".join(sorted(str(d).removeprefix("torch.") for d in dtypes))
-        raise ValueError(f"hidden states and head must share one floating dtype, got {names}")
-    devices = {str(x.device) for x in (student, teacher, head, weight)}
-    if len(devices) > 1:
-        raise ValueError(f"all tensors must be on one device, got {', '.join(sorted(devices))}")
+    check_alike("hidden states and head", (student, teacher, head), (weight,))
     if head.requires_grad and torch.is_grad_enabled():
         raise ValueError("head must be frozen: no gradient is computed for it")
     if columns is not None and columns < 1:

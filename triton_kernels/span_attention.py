@@ -24,7 +24,7 @@ from einops import repeat
 from torch import Tensor
 from triton.runtime.errors import OutOfResources
 
-from triton_kernels.dispatch import compare, random_inputs, self_check, use_kernel
+from triton_kernels.dispatch import check_alike, compare, random_inputs, self_check, use_kernel
 
 MAX_SPANS = 3  # every mask of this field is a union of at most three ranges (`d2f.spans`)
 HEAD_DIMS = (32, 64, 80, 96, 128, 256)
@@ -447,11 +447,7 @@ def _check(q: Tensor, k: Tensor, v: Tensor, spans: Tensor) -> None:
         raise ValueError(
             f"spans must be int32 [{len(q)}, K, 2], got {spans.dtype} {list(spans.shape)}"
         )
-    if len({x.dtype for x in (q, k, v)}) > 1 or not q.is_floating_point():
-        raise ValueError(f"q, k and v must share a floating dtype: {q.dtype}, {k.dtype}, {v.dtype}")
-    devices = {str(x.device) for x in (q, k, v, spans)}
-    if len(devices) > 1:
-        raise ValueError(f"all tensors must be on one device, got {', '.join(sorted(devices))}")
+    check_alike("q, k and v", (q, k, v), (spans,))
 
 
 def validate_spans(spans: Tensor, keys: int) -> None:

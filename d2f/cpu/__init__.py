@@ -13,6 +13,7 @@ on disk. ``D2F_KERNELS=0`` leaves it out.
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import itertools
 import os
@@ -25,6 +26,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.nn.utils import parametrize
 
 from d2f.attention import SpanPlan
 from d2f.cache import SlotCache
@@ -38,6 +40,7 @@ if TYPE_CHECKING:
 DIMS = (8, 16, 32, 64, 80, 96, 128)  # head dimensions that forward.cpp has code for
 LANES = 16  # outputs of a block of packed weights
 SMALL = 1 << 20  # weights of a model below which waking other threads costs more than they save
+ONCE = 1 << 24  # weights of a model from which on they are held once, packed
 _BY_LENGTH = ("dynamic", "longrope")  # RoPE whose angles depend on the length of the sequence
 # Of the logits' size, between the plain forward and this one. In bf16 they round in other places.
 _TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 0.25}
@@ -105,8 +108,46 @@ def pack(weight: Tensor) -> Tensor:
     """
     outputs, inputs = weight.shape
     weight = F.pad(weight, (0, -inputs % LANES, 0, -outputs % LANES))
-    pair = 4 // weight.element_size()
-    return weight.view(-(-outputs // LANES), LANES, -1, pair).transpose(1, 2).contiguous()
+    # Words of four bytes: a number of fp32, or a pair of bf16, which stays together.
+    words = weight.view(torch.int32).view(-1, LANES, weight.shape[1] * weight.element_size() // 4)
+    return words.transpose(1, 2).contiguous().view(weight.dtype)
+
+
+class _Unpacked(nn.Module):
+    """Give a layer whose weight is held packed the weight that it had, for whoever else reads it: a
+    forward that is not in C++, saving, hashing. Each reading copies it."""
+
+    def __init__(self, packed: Tensor, shape: torch.Size):
+        super().__init__()
+        self.packed: Tensor | None = packed
+        self.shape = shape
+
+    def right_inverse(self, weight: Tensor) -> Tensor:
+        """Return what is held instead, when the layer is changed."""
+        packed, self.packed = self.packed, None
+        assert packed is not None
+        return packed
+
+    def forward(self, packed: Tensor) -> Tensor:
+        outputs, inputs = self.shape
+        words = packed.view(torch.int32)  # [O / 16, words of I, 16]
+        rows = words.transpose(1, 2).flatten(0, 1).view(packed.dtype)
+        return rows[:outputs, :inputs]
+
+
+def _hold_packed(layer: Any, packed: Tensor) -> None:
+    """Let a layer hold its weight packed alone; `state_dict` has it as before."""
+
+    def named(module: Any, found: dict[str, Any], prefix: str, *_: Any) -> None:
+        found.pop(f"{prefix}parametrizations.weight.original")
+        found[f"{prefix}weight"] = module.weight.detach()
+
+    weight = layer.weight
+    layer.weight = nn.Parameter(
+        weight.detach(), requires_grad=weight.requires_grad
+    )  # its own, if tied
+    parametrize.register_parametrization(layer, "weight", _Unpacked(packed, weight.shape))
+    layer._register_state_dict_hook(named)
 
 
 def _joined(parts: list[Tensor]) -> Tensor:
@@ -173,7 +214,8 @@ def compiled_rows(
 
 
 class NativeRows:
-    """Compute logits of flat rows. Packed weights are a second copy.
+    """Compute logits of flat rows. Of a model with `ONCE` weights or more the packed ones take the
+    place of those that its layers had (`_Unpacked`); of a smaller one they are a second copy.
 
     gate: of a self-drafting model, whose adapter changes the rows that it names.
     """
@@ -185,15 +227,25 @@ class NativeRows:
         self._kept: list[Tensor] = []  # what the structures point to
         model, config = backbone.model, backbone.config
         first = model.layers[0].self_attn
+        self._once = backbone.num_parameters() >= ONCE
+        tied = backbone.lm_head.weight is model.embed_tokens.weight
         self._blocks = (_Block * len(model.layers))(*map(self._block, model.layers))
         self._model = _Model(
             ctypes.addressof(self._blocks),
-            self._keep(model.embed_tokens.weight), self._product([backbone.lm_head]),
+            0 if tied else self._keep(model.embed_tokens.weight),  # 0: they are the head's
+            self._product([backbone.lm_head]),
             self._vector(model.norm.weight),
             len(self._blocks), config.hidden_size, config.intermediate_size,
             config.num_attention_heads, config.num_key_value_heads, first.head_dim,
             backbone.dtype == torch.bfloat16, model.norm.variance_epsilon, first.scaling,
         )  # fmt: skip
+        if tied and parametrize.is_parametrized(backbone.lm_head):
+            held = backbone.lm_head.parametrizations.weight
+            _hold_packed(model.embed_tokens, held.original.data)
+            model.embed_tokens.parametrizations.weight.original = held.original  # tied as before
+        if self._once:
+            with contextlib.suppress(AttributeError):  # glibc keeps what was freed
+                ctypes.CDLL(None).malloc_trim(0)
         self._rotary = self._angles(min(config.max_position_embeddings, 4096))
         self._small = sum(tensor.numel() for tensor in self._kept) < SMALL
 
@@ -239,7 +291,17 @@ class NativeRows:
                 z if one.bias is None else one.bias for z, one in zip(zeros, layers, strict=True)
             ]
             bias = self._vector(_joined(own))
-        return self._packed(weight, bias)
+        product = self._packed(weight, bias)
+        if self._once and not any(size % LANES for layer in layers for size in layer.weight.shape):
+            self._replace(layers, self._kept[-1])
+        return product
+
+    def _replace(self, layers: list[Any], packed: Tensor) -> None:
+        """Give layers that were packed as one product, in whole blocks, their parts of it."""
+        blocks = [layer.weight.shape[0] // LANES for layer in layers]
+        parts = packed.split(blocks) if len(layers) != 2 else [packed[0::2], packed[1::2]]
+        for layer, part in zip(layers, parts, strict=True):
+            _hold_packed(getattr(layer, "base_layer", layer), part)
 
     def _packed(self, weight: Tensor, bias: int = 0) -> Any:
         packed = pack(weight)

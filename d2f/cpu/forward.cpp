@@ -18,7 +18,7 @@ struct Block {  // a layer of the model
 
 struct Model {
   const Block *blocks;
-  const void *embeddings;  // [vocabulary, width]
+  const void *embeddings;  // [vocabulary, width], or null: they are the head's weights
   Product head;
   const float *last_norm;  // [width]
   int64_t count, width, inner, heads, kv_heads, dim, bf16;
@@ -123,6 +123,15 @@ static void product(const Thread &t, const Product &p, const Adapter &adapter, i
 }
 
 template <class W>
+static void embed(const Model &m, int64_t token, float *to) {
+  constexpr int64_t PAIR = 4 / sizeof(W);
+  const W *row = static_cast<const W *>(m.embeddings) + token * m.width;
+  const W *block = static_cast<const W *>(m.head.weight) + token / LANES * LANES * m.head.inputs;
+  for (int64_t i = 0; i < m.width; i++)
+    to[i] = number(m.embeddings ? row[i] : block[(i / PAIR * LANES + token % LANES) * PAIR + i % PAIR]);
+}
+
+template <class W>
 static void compute(const Model &m, const Rows &r, Attend<W> attend) {
   const int64_t dim = m.dim, rows = r.rows, turned = m.heads + m.kv_heads, columns = (turned + m.kv_heads) * dim;
   const int64_t width = round_up(m.width), outer = round_up(m.heads * dim), inner = round_up(m.inner);
@@ -146,8 +155,7 @@ static void compute(const Model &m, const Rows &r, Attend<W> attend) {
     const Buffer<float> weights(MOST_HEADS * room), found(group * dim);
     const Part own = t.part(rows);
     for (int64_t row = own.begin; row < own.end; row++) {
-      const W *from = static_cast<const W *>(m.embeddings) + r.tokens[row] * m.width;
-      for (int64_t i = 0; i < m.width; i++) hidden[row * m.width + i] = number(from[i]);
+      embed<W>(m, r.tokens[row], hidden + row * m.width);
       std::memset(out + row * outer, 0, outer * sizeof(Input<W>));
     }
     for (int64_t layer = 0; layer < m.count; layer++) {

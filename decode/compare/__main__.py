@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import platform
 import random
 import shlex
 import signal
@@ -84,7 +86,7 @@ def run(config: CompareConfig, command: str, *, verbose: bool = False) -> Report
     """
     require_extra("compare", "a comparison", "openai")
     from decode.compare.config import Endpoint, identity, make_workloads
-    from decode.compare.entries import check_entries, make_ready
+    from decode.compare.entries import make_ready, prepare_entries
     from decode.compare.local import tokenizer_of
 
     if config.figures:
@@ -96,7 +98,7 @@ def run(config: CompareConfig, command: str, *, verbose: bool = False) -> Report
         about = _about(config, command, config.tokenizer or own)
         counter = tokenizer_of(about["tokenizer"])
         workloads = make_workloads(config)
-        check_entries(config, workloads)
+        prepared = prepare_entries(config, workloads)
         give_notices(config.chosen)
         display = ShownProgress(standard_output(), "runs")
         path, run_of = folder / "measurements.jsonl", identity(config, workloads, about)
@@ -106,7 +108,7 @@ def run(config: CompareConfig, command: str, *, verbose: bool = False) -> Report
         try:
             if steps := plan(config, workloads, ledger.rows):
                 contestants = make_ready(
-                    config, workloads, folder / "logs", stack, verbose=verbose, say=display.say
+                    config, prepared, folder / "logs", stack, verbose=verbose, say=display.say
                 )
                 start = time.strftime("%Y-%m-%d %H:%M:%S %z")
                 facts = {name: contestant.facts for name, contestant in contestants.items()}
@@ -130,9 +132,6 @@ def run(config: CompareConfig, command: str, *, verbose: bool = False) -> Report
 
 def _about(config: CompareConfig, command: str, tokenizer: str) -> dict[str, Any]:
     """Collect what the report says beside the measurements."""
-    import os
-    import platform
-
     import numpy
     import torch
     import transformers
@@ -140,18 +139,13 @@ def _about(config: CompareConfig, command: str, tokenizer: str) -> dict[str, Any
     from d2f import __version__
     from decode.report import processor
 
-    gpu = torch.cuda.get_device_name() if torch.cuda.is_available() else None
+    versions = {m.__name__: m.__version__ for m in (torch, transformers, numpy)}
+    gpu = f"{torch.cuda.get_device_name()}, " if torch.cuda.is_available() else ""
     return {
         "date": time.strftime("%Y-%m-%d"),
         "command": command,
-        "device": (f"{gpu}, " if gpu else "") + f"{processor()}, {os.cpu_count()} cores",
-        "versions": {
-            "d2f-toolkit": __version__,
-            "torch": torch.__version__,
-            "transformers": transformers.__version__,
-            "numpy": numpy.__version__,
-            "Python": platform.python_version(),
-        },
+        "device": f"{gpu}{processor()}, {os.cpu_count()} cores",
+        "versions": {"d2f-toolkit": __version__, **versions, "Python": platform.python_version()},
         "baseline": config.reference.name,
         "tokenizer": tokenizer,
         "config": config.model_dump(mode="json"),
@@ -166,16 +160,14 @@ def write_report(
 ) -> Report:
     """Make the report of a ledger's rows, and write it if anything was measured."""
     from decode.compare.report import Report, draw
-    from decode.compare.results import Record
+    from decode.compare.results import Run
 
-    for row in rows:
-        if "start" in row:
-            about["starts"].append(row["start"])
-            for name, facts in row["entries"].items():
-                about["entries"][name] |= facts
-    records = [Record.from_json(run) for row in rows for run in row.get("runs", ())]
-    report = Report.of(about, records)
-    if records:
+    for row in (row for row in rows if "start" in row):
+        about["starts"].append(row["start"])
+        for name, facts in row["entries"].items():
+            about["entries"][name] |= facts
+    report = Report.of(about, [Run.from_json(r) for row in rows for r in row.get("runs", ())])
+    if report.speeds or report.accuracies:
         report.save(folder)
         if figures:
             draw(report, folder)

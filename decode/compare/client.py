@@ -7,65 +7,18 @@ import asyncio
 import json
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import openai
 
 from d2f.errors import InputError, did_you_mean, one_line
 from decode.compare.config import Limits, Served
+from decode.compare.results import Answer, Run
 
 NO_KEY = "none"  # the client wants one, a local server ignores it
 BACKOFF_SECONDS = 0.2  # before the first retry, doubled for each further one
 QUOTED = 300  # characters of an answer that cannot be used
-
-
-@dataclass
-class Answer:
-    """Hold what one request of an entry gave; times in seconds from the start of its run, None
-    where unknown.
-
-    item: its place in the workload. submitted: when it was sent, after waiting for its turn.
-    prefill: the end of the first forward it was in, or the first piece of a streamed answer.
-    first: when the first token of the final text could be shown. finished: when all was there.
-    first_tokens: tokens there at `prefill`. text: what a reader gets. own_tokens: tokens as the
-    entry itself counts them, its end token with it where it made one. forwards, rows: calls of the
-    model that the request was in, and rows fed for it. attempts: tries that it took. error: why
-    the last of them failed. counts: what its decoder counted, by name. tokens: visible ones by the
-    common tokenizer, and right: whether they solve the problem, both filled in by
-    `decode.compare.results.judge`.
-    """
-
-    item: int
-    submitted: float = 0.0
-    prefill: float | None = None
-    first: float | None = None
-    finished: float | None = None
-    first_tokens: int = 0
-    text: str = ""
-    own_tokens: int | None = None
-    forwards: int | None = None
-    rows: int | None = None
-    attempts: int = 1
-    error: str | None = None
-    counts: dict[str, int] = field(default_factory=dict)
-    tokens: int = 0
-    right: bool | None = None
-
-
-@dataclass
-class Run:
-    """The answers of one run of a workload at one concurrency.
-
-    seconds: wall time from the first request to the last answer. calls: calls of the model, None
-    where unknown; a call that serves several requests is one. peak_bytes: most memory held
-    while it ran, None where it could not be read.
-    """
-
-    answers: list[Answer]
-    seconds: float
-    calls: int | None = None
-    peak_bytes: int | None = None
 
 
 class UnusableError(Exception):
@@ -224,9 +177,9 @@ def check_endpoint(url: str, served_name: str, api_key: str, limits: Limits) -> 
         except openai.NotFoundError:  # not every server lists its models
             return
         except openai.APIConnectionError as error:
-            cause = one_line(str(error.__cause__ or error))
+            cause = quote(str(error.__cause__ or error))
             raise InputError(f"{url}: no endpoint answers there: {cause}") from error
-        except (openai.APIError, AttributeError, TypeError, ValueError) as error:
+        except Exception as error:  # whatever the client makes of what came
             raise InputError(f"{url}/models: {quote(str(error))}") from error
     if served_name not in names:
         raise InputError(

@@ -418,27 +418,21 @@ class Workload:
 
 def make_workloads(config: CompareConfig) -> list[Workload]:
     """Make one workload for each task, or one of the prompts file. Raises InputError."""
-    found = []
-    for task in config.chosen or (None,):
-        if task is None:
-            assert config.prompts_file is not None
+    if config.prompts_file is not None:
+        items = []
+        for source in read_prompts(config.prompts_file):
             # Text is one user message, as decode.pipeline takes it.
-            prompts = [
-                (s.id, [{"role": "user", "content": s.prompt}])
-                if isinstance(s.prompt, str)
-                else (s.id, s.prompt)
-                for s in read_prompts(config.prompts_file)
-            ]
-            items = [Item(str(name), prompt) for name, prompt in prompts]
-            name, timed, stop = OWN_PROMPTS, len(items), config.stop
-        else:
-            problems = _draw(task, config)
-            items = [
-                Item(f"{task.name}-{number}", problem.prompt, problem, task)
-                for number, problem in enumerate(problems, 1)
-            ]
-            name, timed, stop = task.name, config.problems, (*task.stop, *config.stop)
-        found.append(Workload(name, items, timed, config.waves, config.length(task), stop))
+            is_text = isinstance(source.prompt, str)
+            prompt = [{"role": "user", "content": source.prompt}] if is_text else source.prompt
+            items.append(Item(str(source.id), prompt))
+        length = config.length(None)
+        return [Workload(OWN_PROMPTS, items, len(items), config.waves, length, config.stop)]
+    found = []
+    for task in config.chosen:
+        problems = enumerate(_draw(task, config), 1)
+        items = [Item(f"{task.name}-{n}", p.prompt, p, task) for n, p in problems]
+        rules = config.problems, config.waves, config.length(task), (*task.stop, *config.stop)
+        found.append(Workload(task.name, items, *rules))
     return found
 
 
@@ -467,15 +461,17 @@ def identity(
     found["prompts"] = _digest(json.dumps(prompts).encode())
     for entry in config.entries:
         found |= _flat(entry.model_dump(mode="json"), f"entries.{entry.name}.")
-        for task in config.chosen or (None,):
-            if isinstance(entry, Ours) and (
-                path := options_file(entry, task.name if task else None)
-            ):
-                found[f"content of {path}"] = _digest(Path(path).read_bytes())
+        if isinstance(entry, Ours):
+            for task in config.chosen or (None,):
+                if path := options_file(entry, task.name if task else None):
+                    found[f"content of {path}"] = _digest(Path(path).read_bytes())
         names = () if isinstance(entry, Endpoint) else (entry.model, getattr(entry, "adapter", ""))
         for name in filter(None, names):
             if (folder := Path(resolve(name))).is_dir():
-                found[f"files of {name}"] = _digest_folder(folder)
+                # Names, sizes and times: weights would take longer to read than to measure.
+                files = sorted((p, p.stat()) for p in folder.rglob("*") if p.is_file())
+                said = [f"{p.relative_to(folder)} {s.st_size} {s.st_mtime_ns}" for p, s in files]
+                found[f"files of {name}"] = _digest("\n".join(said).encode())
     return found
 
 
@@ -485,13 +481,6 @@ def _flat(values: dict[str, Any], prefix: str = "") -> dict[str, Any]:
         nested = isinstance(value, dict) and value
         flat |= _flat(value, f"{prefix}{key}.") if nested else {prefix + key: value}
     return flat
-
-
-def _digest_folder(folder: Path) -> str:
-    # Names, sizes and times: the weights themselves would take longer to read than to measure.
-    files = sorted((p, p.stat()) for p in folder.rglob("*") if p.is_file())
-    found = [f"{p.relative_to(folder)} {s.st_size} {s.st_mtime_ns}" for p, s in files]
-    return _digest("\n".join(found).encode())
 
 
 def _digest(content: bytes) -> str:

@@ -1,4 +1,5 @@
-"""Make the entries of a comparison ready: a process with a model, or a server, and its prompts."""
+"""Make the entries of a comparison ready: their prompts, then a process with a model, or a
+server."""
 
 from __future__ import annotations
 
@@ -7,20 +8,21 @@ import os
 import time
 from collections.abc import Callable
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import psutil
 
 from d2f.device import parse_device, parse_dtype
 from d2f.errors import InputError
-from d2f.model import DiffusionModel
 from d2f.quantize import check_quantize
-from decode.cli import outline
-from decode.compare.client import NO_KEY, Client, Run, check_endpoint
+from decode.cli import DecoderSettings, outline
+from decode.compare.client import NO_KEY, Client, check_endpoint
 from decode.compare.config import (
+    AnyEntry,
     Command,
     CompareConfig,
     Endpoint,
@@ -28,10 +30,14 @@ from decode.compare.config import (
     Transformers,
     Vllm,
     Workload,
+    decoder_settings,
     named,
 )
-from decode.compare.local import Worker, encode_all, prepare, tokenizer_of
+from decode.compare.local import Prepared, Worker, tokenizer_of
+from decode.compare.results import Run
 from decode.compare.server import Server, check_command, check_python
+from decode.decoders import qualified_name
+from decode.engine.prompts import check, encode
 from decode.report import peak_bytes, reset_peak
 
 DEATH_SECONDS = 2.0  # after a request has failed, in which its server may turn out to be dead
@@ -42,41 +48,75 @@ class Contestant:
     """An entry that can be measured.
 
     facts: what the report says of it.
-    run: answers the first prompts of a workload, so many, at a concurrency. It raises InputError
-        where the entry itself has failed, not where a request has.
+    prepared: its prompts, by workload.
+    answer: answers prompts, so many at once. It raises InputError where the entry itself has
+        failed, not where a request has.
     """
 
     facts: dict[str, Any]
-    run: Callable[[Workload, int, int], Run]
+    prepared: dict[str, Prepared]
+    answer: Callable[[Prepared, int], Run]
+
+    def run(self, workload: Workload, count: int, concurrency: int) -> Run:
+        """Answer the first `count` prompts of a workload, `concurrency` at once."""
+        return self.answer(self.prepared[workload.name].first(count), concurrency)
 
 
-def check_entries(config: CompareConfig, workloads: list[Workload]) -> None:
-    """Raise InputError for an entry that cannot be started, or of ours that cannot decode a
-    workload, before any is started."""
-    # Models without weights, each built once however many entries use it.
-    shapes: dict[tuple[str | None, ...], DiffusionModel] = {}
+def prepare_entries(
+    config: CompareConfig, workloads: list[Workload]
+) -> dict[str, dict[str, Prepared]]:
+    """Check that each entry can be started and encode its prompts, before any is started; return
+    them by the names of entry and workload. Raises InputError."""
+    # Models without weights and tokenizers, each once however many entries use it.
+    outlines: dict[tuple[Any, ...], Any] = {}
+    found: dict[str, dict[str, Prepared]] = {}
     for entry in config.entries:
-        if isinstance(entry, Ours):
-            key = (entry.model, entry.adapter, entry.family)
-            with named(entry):
-                if key not in shapes:
-                    shapes[key] = outline(*key)
-                for workload in workloads:
-                    prepare(entry, workload, shapes[key])
-                if entry.quantize is not None:
-                    device = parse_device(entry.device)
-                    check_quantize(entry.quantize, device, parse_dtype(entry.dtype, device))
-        elif isinstance(entry, Vllm) and entry.shares is None:
+        if isinstance(entry, Vllm) and entry.shares is None:
             check_python(entry, entry.python or config.vllm_python)
         elif isinstance(entry, Command):
             check_command(entry)
         elif isinstance(entry, Endpoint):
             check_endpoint(entry.url.rstrip("/"), entry.model, _key(entry), config.limits)
+        with named(entry):
+            what = (
+                getattr(entry, key, None) for key in ("model", "adapter", "family", "tokenizer")
+            )
+            key = type(entry) is Ours, *what
+            if key not in outlines:
+                outlines[key] = _outline(entry)
+            found[entry.name] = {w.name: _prepare(entry, w, outlines[key]) for w in workloads}
+            if isinstance(entry, Ours) and entry.quantize is not None:
+                device = parse_device(entry.device)
+                check_quantize(entry.quantize, device, parse_dtype(entry.dtype, device))
+    return found
+
+
+def _outline(entry: AnyEntry) -> Any:
+    """Make what encodes an entry's prompts: a model without weights; of others' a tokenizer."""
+    if isinstance(entry, Ours):
+        return outline(entry.model, entry.adapter, entry.family)
+    name = entry.tokenizer if isinstance(entry, Endpoint) else entry.model
+    return SimpleNamespace(path=name, tokenizer=tokenizer_of(name))  # all that `encode` asks for
+
+
+def _prepare(entry: AnyEntry, workload: Workload, model: Any) -> Prepared:
+    """Encode each prompt: messages through the chat template, text and ids as they are; of an entry
+    of ours make its decoder, and check both."""
+    prompts = [encode(model, item.prompt, item.id, raw=True) for item in workload.items]
+    if not isinstance(entry, Ours):
+        return Prepared(workload, prompts)
+    chosen = decoder_settings(entry, workload.task)
+    settings = DecoderSettings(chosen.name, chosen.given | {"stop": workload.stop})
+    decoder = settings.decoder(model, workload.max_new_tokens)
+    decoder.check(model.contract)
+    for item, prompt in zip(workload.items, prompts, strict=True):
+        check(model, prompt, decoder, item.id)
+    return Prepared(workload, prompts, decoder)
 
 
 def make_ready(
     config: CompareConfig,
-    workloads: list[Workload],
+    prepared: dict[str, dict[str, Prepared]],
     logs: Path,
     stack: ExitStack,
     *,
@@ -98,11 +138,16 @@ def make_ready(
             if owner == entry.name:
                 # A process serves all entries that share its model; it learns of them at its start.
                 sharing = [e for e in config.entries if isinstance(e, Ours) and e.shares == owner]
-                started = Worker([entry, *sharing], workloads, verbose)
-                workers[owner] = stack.enter_context(started)
-            worker = workers[owner]
-            run = partial(worker.run, entry.name)
-            found[entry.name] = Contestant(worker.facts[entry.name], run)
+                workers[owner] = stack.enter_context(Worker([entry, *sharing], verbose))
+            worker, own = workers[owner], prepared[entry.name]
+            facts, decoders = worker.facts[entry.name], {k: v.decoder for k, v in own.items()}
+            if isinstance(entry, Ours):
+                facts["decoder"] = {
+                    name: {"decoder": qualified_name(type(decoder)), **asdict(decoder)}
+                    for name, decoder in decoders.items()
+                    if decoder is not None
+                }
+            found[entry.name] = Contestant(facts, own, partial(worker.run, entry.name))
         elif isinstance(entry, Vllm | Command):
             if owner == entry.name:
                 # A name of an entry may have what a file name may not.
@@ -112,11 +157,11 @@ def make_ready(
                 servers[owner] = stack.enter_context(server)
             server = servers[owner]
             client = Client(entry, f"{server.address}/v1", owner, config.limits, config.retries)
-            found[entry.name] = _served(client, entry.model, workloads, server)
+            found[entry.name] = _served(client, prepared[entry.name], entry.model, server)
         else:
             url, key = entry.url.rstrip("/"), _key(entry)
             client = Client(entry, url, entry.model, config.limits, config.retries, key)
-            found[entry.name] = _served(client, entry.tokenizer, workloads, None)
+            found[entry.name] = _served(client, prepared[entry.name], entry.tokenizer, None)
     return found
 
 
@@ -129,12 +174,12 @@ def _key(entry: Endpoint) -> str:
 
 
 def _served(
-    client: Client, model: str, workloads: list[Workload], server: Server | None
+    client: Client, prepared: dict[str, Prepared], model: str, server: Server | None
 ) -> Contestant:
-    """Make a server of ours, or an endpoint, a contestant: prompts are sent as the token ids, or
-    the text, that the model's own tokenizer and chat template give."""
-    entry, tokenizer = client.entry, tokenizer_of(model)
-    encoded = {w.name: encode_all(tokenizer, w, entry.name) for w in workloads}
+    """Make a server of ours, or an endpoint, a contestant: prompts are sent as ids, or as the text
+    that they are."""
+    entry = client.entry
+    tokenizer = tokenizer_of(model) if entry.prompt_as == "text" else None
     facts: dict[str, Any] = {"url": client.url, "stream": entry.stream}
     if server is not None:
         here = f"{Path.cwd()}{os.sep}"
@@ -145,11 +190,13 @@ def _served(
             "startup_seconds": round(server.startup_seconds, 1),
         }
 
-    def run(workload: Workload, count: int, concurrency: int) -> Run:
-        ids = encoded[workload.name][:count]
-        prompts = [tokenizer.decode(i) for i in ids] if entry.prompt_as == "text" else ids
+    def serve(prepared: Prepared, concurrency: int) -> Run:
+        ids, workload = prepared.prompts, prepared.workload
+        prompts = ids if tokenizer is None else [tokenizer.decode(i) for i in ids]
         # Ask before each run: a server may start and end processes.
-        pids = [] if server is None else [server.pid, *_children(server.pid)]
+        pids = (
+            [] if server is None else [server.pid, *(child.pid for child in _children(server.pid))]
+        )
         reset_peak(pids)
         run = client.run(prompts, concurrency, workload.max_new_tokens, workload.stop)
         if server is None:
@@ -167,41 +214,35 @@ def _served(
                     answer.rows = len(prompt) + answer.own_tokens - 1
         return run
 
-    return Contestant(facts, run)
+    return Contestant(facts, prepared, serve)
 
 
 # Calm between two entries.
 
-EVERY = 0.1  # seconds
-IDLE = 0.02  # seconds of computing in so many that a server may take which waits for requests
 
-
-def wait_for_calm(most: float = 5.0) -> None:
+def wait_for_calm(most: float = 5.0, every: float = 0.1) -> None:
     """Wait, at most `most` seconds, until the processes that this one started compute no more: a
     server may go on for a while after its last answer, and the next entry's timed run, of a small
     model a quarter of a second, would be measured beside it."""
-    end = time.monotonic() + most
-    before = _computed()
+    end, before = time.monotonic() + most, _computed()
     while time.monotonic() < end:
-        time.sleep(EVERY)
-        now = _computed()
-        if now - before <= IDLE:
+        time.sleep(every)
+        before, last = _computed(), before
+        if before - last <= 0.02:  # a server that waits for requests computes a little
             return
-        before = now
 
 
-def _children(pid: int | None = None) -> list[int]:
+def _children(pid: int | None = None) -> list[psutil.Process]:
     """List a process's descendants, by default this one's."""
     with contextlib.suppress(psutil.NoSuchProcess):
-        return [child.pid for child in psutil.Process(pid).children(recursive=True)]
+        return psutil.Process(pid).children(recursive=True)
     return []
 
 
 def _computed() -> float:
     """Sum the CPU seconds of this process's descendants."""
     total = 0.0
-    for pid in _children():
+    for child in _children():
         with contextlib.suppress(psutil.NoSuchProcess):
-            times = psutil.Process(pid).cpu_times()
-            total += times.user + times.system
+            total += sum(child.cpu_times()[:2])
     return total

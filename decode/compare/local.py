@@ -12,9 +12,8 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import ExitStack
-from dataclasses import asdict
+from dataclasses import dataclass, replace
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import d2f
@@ -26,53 +25,71 @@ from d2f.models import resolve
 from d2f.quiet import quiet
 from d2f.tokenizer import load_tokenizer
 from decode.api import stream
-from decode.cli import DecoderSettings
-from decode.compare.client import Answer, Run
-from decode.compare.config import Ours, Transformers, Workload, decoder_settings, named
-from decode.decoders import Decoder, qualified_name
-from decode.engine.prompts import check, encode
+from decode.compare.config import Ours, Transformers, Workload, named
+from decode.compare.results import Answer, Run
+from decode.decoders import Decoder
 from decode.report import peak_bytes, reset_peak
 from decode.step import Event
 
 Local = Ours | Transformers
 
+
+@dataclass(frozen=True)
+class Prepared:
+    """Hold a workload's prompts as an entry takes them, and the decoder of one of ours."""
+
+    workload: Workload
+    prompts: list[list[int]]
+    decoder: Decoder | None = None
+
+    def first(self, count: int) -> Prepared:
+        """Return the same with the first prompts alone."""
+        return replace(self, prompts=self.prompts[:count])
+
+
+def tokenizer_of(name: str) -> Any:
+    """Load the tokenizer of a folder, hub name or bundled model, and nothing else of it. Raises
+    InputError."""
+    try:
+        place = resolve(name)
+        tokenizer = load_tokenizer(resolve(base_of_adapter(place) or place))
+    except (OSError, ValueError) as error:
+        raise InputError(f"{name}: its tokenizer cannot be loaded: {error}") from error
+    if tokenizer is None:
+        raise InputError(f"{name} has no tokenizer: text cannot be sent or counted")
+    return tokenizer
+
+
 # A decoder of this project.
 
 
 class OursRunner:
-    """Loads the model and merges its adapter, or takes one that another entry has made ready;
-    encodes the prompts. Raises InputError.
+    """Loads the model and merges its adapter, or takes one that another entry has made ready.
+    Raises InputError.
 
     facts: what the report says of the entry.
     """
 
-    def __init__(self, entry: Ours, workloads: list[Workload], model: DiffusionModel | None = None):
-        self.entry = entry
-        self.model = model or _load(entry)
-        self.prepared = {w.name: prepare(entry, w, self.model) for w in workloads}
+    def __init__(self, entry: Ours, model: DiffusionModel | None = None):
+        self.entry, self.model = entry, model or _load(entry)
         self.facts: dict[str, Any] = {
             **_machine(self.model.device, self.model.threads),
             "dtype": self.model.precision,
             "compiled": entry.compile,
-            "decoder": {
-                name: {"decoder": qualified_name(type(decoder)), **asdict(decoder)}
-                for name, (decoder, _) in self.prepared.items()
-            },
         }
 
-    def run(self, name: str, count: int, concurrency: int) -> Run:
-        """Answer the first `count` prompts of a workload, `concurrency` at any time as `Client`
-        does: a request counts as submitted when one before it is answered."""
-        decoder, prompts = self.prepared[name]
-        batch = min(self.entry.batch_size or concurrency, concurrency)
-        answers = [Answer(i) for i in range(min(count, len(prompts)))]
+    def run(self, prepared: Prepared, concurrency: int) -> Run:
+        """Answer prompts, `concurrency` at any time as `Client` does: a request counts as submitted
+        when one before it is answered."""
+        assert prepared.decoder is not None
+        answers = [Answer(i) for i in range(len(prepared.prompts))]
         waiting = iter(answers[concurrency:])
         began = time.perf_counter()
         events = stream(
             self.model,
-            prompts[:count],
-            decoder,
-            batch_size=batch,
+            prepared.prompts,
+            prepared.decoder,
+            batch_size=min(self.entry.batch_size or concurrency, concurrency),
             max_rows=self.entry.max_rows,
             views=False,
         )
@@ -97,21 +114,6 @@ class OursRunner:
             answer.rows = sum(rows for rows, _ in result.calls)
             # The end id was generated too, though it is not shown.
             answer.own_tokens = len(result.tokens) + (result.finish_reason == "end")
-
-
-def prepare(
-    entry: Ours, workload: Workload, model: DiffusionModel
-) -> tuple[Decoder, list[list[int]]]:
-    """Make and check an entry's decoder and prompt ids for a workload, without weights. Raises
-    InputError."""
-    chosen = decoder_settings(entry, workload.task)
-    settings = DecoderSettings(chosen.name, chosen.given | {"stop": workload.stop})
-    decoder = settings.decoder(model, workload.max_new_tokens)
-    decoder.check(model.contract)
-    ids = [encode(model, item.prompt, item.id, raw=True) for item in workload.items]
-    for item, prompt in zip(workload.items, ids, strict=True):
-        check(model, prompt, decoder, item.id)
-    return decoder, ids
 
 
 def _load(entry: Ours) -> DiffusionModel:
@@ -155,7 +157,7 @@ class TransformersRunner:
     token is there after the first forward.
     """
 
-    def __init__(self, entry: Transformers, workloads: list[Workload]):
+    def __init__(self, entry: Transformers):
         import torch
         from transformers import AutoModelForCausalLM
 
@@ -177,23 +179,21 @@ class TransformersRunner:
         self.ends = list(ends) if isinstance(ends, list) else [] if ends is None else [ends]
         if not self.ends:
             raise InputError(f"entry {entry.name}: {entry.model} names no end token")
-        self.workloads = {workload.name: workload for workload in workloads}
-        self.prompts = {w.name: encode_all(self.tokenizer, w, entry.name) for w in workloads}
         self.facts: dict[str, Any] = {
             **_machine(self.device, torch.get_num_threads()),
             "dtype": str(dtype).removeprefix("torch."),
             "attention": self.model.config._attn_implementation,
         }
 
-    def run(self, name: str, count: int, concurrency: int) -> Run:
-        """Answer the first `count` prompts of a workload in batches of `concurrency`."""
-        prompts = self.prompts[name][:count]
+    def run(self, prepared: Prepared, concurrency: int) -> Run:
+        """Answer prompts in batches of `concurrency`."""
+        prompts = prepared.prompts
         answers = [Answer(i) for i in range(len(prompts))]
         calls = 0
         began = time.perf_counter()
         for start in range(0, len(prompts), concurrency):
             part = slice(start, start + concurrency)
-            calls += self._batch(prompts[part], answers[part], self.workloads[name], began)
+            calls += self._batch(prompts[part], answers[part], prepared.workload, began)
         return Run(answers, time.perf_counter() - began, calls=calls)
 
     def _batch(
@@ -260,18 +260,18 @@ class Worker:
     say. Raises InputError where the process fails, in any method.
     """
 
-    def __init__(self, entries: Sequence[Local], workloads: list[Workload], verbose: bool = False):
+    def __init__(self, entries: Sequence[Local], verbose: bool = False):
         self.name = entries[0].name
         # Spawned: a forked process would begin with this one's pages in the memory that is
         # measured, and could not use CUDA where this one has.
         context = multiprocessing.get_context("spawn")
         self._pool = ProcessPoolExecutor(1, context, initializer=_begin, initargs=(verbose,))
-        self._load = entries, workloads
+        self._entries = entries
         self.facts: dict[str, dict[str, Any]] = {}
 
     def __enter__(self) -> Worker:
         try:
-            self.facts = self._ask(_load_runners, *self._load)
+            self.facts = self._ask(_load_runners, self._entries)
         except BaseException:
             self.__exit__()
             raise
@@ -282,9 +282,9 @@ class Worker:
             process.kill()  # it may be in the middle of a run
         self._pool.shutdown(cancel_futures=True)
 
-    def run(self, name: str, workload: Workload, count: int, concurrency: int) -> Run:
-        """Answer the first prompts of a workload with the entry of that name."""
-        run: Run = self._ask(_run, name, workload.name, count, concurrency)
+    def run(self, name: str, prepared: Prepared, concurrency: int) -> Run:
+        """Answer prompts with the entry of that name."""
+        run: Run = self._ask(_run, name, prepared, concurrency)
         return run
 
     def _ask(self, function: Callable[..., Any], *arguments: Any) -> Any:
@@ -320,19 +320,19 @@ def _end_with_parent() -> None:
     os._exit(1)
 
 
-def _load_runners(entries: Sequence[Local], workloads: list[Workload]) -> dict[str, dict[str, Any]]:
+def _load_runners(entries: Sequence[Local]) -> dict[str, dict[str, Any]]:
     model: DiffusionModel | None = None
     for entry in entries:
         with named(entry):
             if isinstance(entry, Ours):
-                runner = _runners[entry.name] = OursRunner(entry, workloads, model)
+                runner = _runners[entry.name] = OursRunner(entry, model)
                 model = runner.model  # in memory once
             else:
-                _runners[entry.name] = TransformersRunner(entry, workloads)
+                _runners[entry.name] = TransformersRunner(entry)
     return {name: runner.facts for name, runner in _runners.items()}
 
 
-def _run(name: str, workload: str, count: int, concurrency: int) -> Run:
+def _run(name: str, prepared: Prepared, concurrency: int) -> Run:
     import torch
 
     runner = _runners[name]
@@ -342,31 +342,6 @@ def _run(name: str, workload: str, count: int, concurrency: int) -> Run:
         torch.cuda.reset_peak_memory_stats()
     else:
         reset_peak([os.getpid()])
-    run = runner.run(workload, count, concurrency)
+    run = runner.run(prepared, concurrency)
     run.peak_bytes = torch.cuda.max_memory_allocated() if cuda else peak_bytes([os.getpid()])
     return run
-
-
-# Prompts, of local and of served entries.
-
-
-def tokenizer_of(name: str) -> Any:
-    """Load the tokenizer of a folder, hub name or bundled model, and nothing else of it. Raises
-    InputError."""
-    try:
-        place = resolve(name)
-        tokenizer = load_tokenizer(resolve(base_of_adapter(place) or place))
-    except (OSError, ValueError) as error:
-        raise InputError(f"{name}: its tokenizer cannot be loaded: {error}") from error
-    if tokenizer is None:
-        raise InputError(f"{name} has no tokenizer: text cannot be sent or counted")
-    return tokenizer
-
-
-def encode_all(tokenizer: Any, workload: Workload, name: str) -> list[list[int]]:
-    """Encode each prompt for an entry: messages through the chat template, text and ids as they
-    are. Raises InputError."""
-    model: Any = SimpleNamespace(tokenizer=tokenizer, path=name)  # all that `encode` asks for
-    return [
-        encode(model, item.prompt, f"entry {name}: {item.id}", raw=True) for item in workload.items
-    ]

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from d2f.files import write_beside
-from decode.compare.results import Record, Row, accuracies, failures, speeds_of
+from decode.compare.results import Row, Run, accuracies, failures, speeds_of
 from decode.report import markdown_table
 
 if TYPE_CHECKING:
@@ -28,14 +28,14 @@ class Report:
     about: dict[str, Any]
     speeds: list[Row]
     accuracies: list[Row]
-    failures: list[Row]
+    failures: list[Row] = field(default_factory=list)
 
     @staticmethod
-    def of(about: dict[str, Any], records: Sequence[Record]) -> Report:
-        """Compute the results of records, in the order of the configuration's entries."""
+    def of(about: dict[str, Any], runs: Sequence[Run]) -> Report:
+        """Compute the results of runs, in the order of the configuration's entries."""
         series = {e["name"]: e.get("series") for e in about["config"]["entries"]}
         names = list(series)
-        ordered = sorted(records, key=lambda r: (r.concurrency, names.index(r.entry)))
+        ordered = sorted(runs, key=lambda r: (r.concurrency, names.index(r.entry)))
         found = accuracies(ordered, about["baseline"])
         return Report(about, speeds_of(ordered, series), found, failures(ordered))
 
@@ -228,35 +228,44 @@ COUNTED = [
 # The figures: throughput against concurrency, accuracy against throughput or tokens a forward.
 
 
-def draw(report: Report, folder: Path) -> None:
+def draw(
+    report: Report,
+    folder: Path,
+    suffixes: Sequence[str] = (".png", ".svg"),
+    names: Sequence[str] = ("throughput", "frontier", "forwards"),
+) -> None:
     """Write throughput (at more than one concurrency, or without sweeps) and, where answers were
-    judged, frontier and, where an option was swept, forwards; each as PNG and SVG."""
+    judged, frontier and, where an option was swept, forwards."""
     from decode import plots
 
     about, ranked = report.about, report.ranked
     entries = about["config"]["entries"]
     swept = list(dict.fromkeys(entry["model"] for entry in entries if entry.get("series")))
     workloads = list(dict.fromkeys(speed["workload"] for speed in ranked))
-    levels = {speed["concurrency"] for speed in ranked}
-    figures: dict[str, list[Panel]] = {}
-    if not swept or len(levels) > 1:
-        figures["throughput"] = [_throughput(report, workload) for workload in workloads]
+    several = len({speed["concurrency"] for speed in ranked}) > 1
+    figures: dict[str, tuple[list[Panel], int]] = {}
+    if not swept or several:
+        panels = [_throughput(report, workload) for workload in workloads]
+        figures["throughput"] = panels, min(2, len(panels))
     across = {"frontier": ("throughput", plots.SPEED)}
     if swept:
         across["forwards"] = ("tokens_per_forward", "visible tokens a forward")
     for name, (key, title) in across.items():
-        figures[name] = [
-            _frontier(report, workload, model, swept, key, title)
-            for workload in workloads
-            for model in swept or (None,)
-        ]
-    for name, panels in figures.items():
+        figures[name] = (
+            [
+                _frontier(report, workload, model, swept, key, title)
+                for workload in workloads
+                for model in swept or (None,)
+            ],
+            len(swept) or 1 + several * (len(workloads) > 1),
+        )
+    for name, (panels, columns) in figures.items():
         # A server does not say how often it called its model: then there is no figure of forwards.
-        if panels and all(panel.series for panel in panels):
+        if name in names and panels and all(panel.series for panel in panels):
             bars = "slowest to fastest run" if name == "throughput" else "95 % intervals"
-            columns = len(panels) if name == "throughput" else len(swept) or None
             caption = f"{about['device']}, {about['date']}; {bars}"
-            plots.save(plots.draw(panels, caption, columns=columns), folder / name)
+            columns = columns if len(panels) % columns == 0 else 1
+            plots.save(panels, caption, folder / name, columns=columns, suffixes=suffixes)
 
 
 def _throughput(report: Report, workload: str) -> Panel:
@@ -284,25 +293,26 @@ def _frontier(
     judged = {a["entry"]: a for a in report.accuracies if a["workload"] == workload}
     lines: dict[str, list[Point]] = {}
     for speed in report.ranked:
-        name, x = speed["entry"], speed[key]
+        name, x = speed["entry"], speed.get(key)
         elsewhere = model is not None and (
             speed["concurrency"] != levels[0] or models[name] in set(swept) - {model}
         )
         if speed["workload"] != workload or name not in judged or x is None or elsewhere:
             continue
+        series = speed.get("series")
         label = str(speed["concurrency"]) if len(levels) > 1 else name
         if model is not None:
-            label = name.split()[-1] if speed["series"] else ""
+            label = name.split()[-1] if series else ""
         found = judged[name]
         y = 100 * found["right"] / found["problems"]
         point = Point(x, y, 100 * found["low"], 100 * found["high"], label)
         if key == "throughput":
             point = replace(point, left=speed["throughput_low"], right=speed["throughput_high"])
-        lines.setdefault(speed["series"] or name, []).append(point)
+        lines.setdefault(series or name, []).append(point)
     for points in lines.values():  # only the ends keep their labels, the others lie between
         points[1:-1] = [replace(point, label="") for point in points[1:-1]]
     series = [Series(name, points, line=len(points) > 1) for name, points in lines.items()]
-    said = "labels: requests in flight" if len(levels) > 1 else f"requests in flight: {levels[0]}"
+    said = "labels: requests in flight" if len(levels) > 1 else f"{levels[0]} in flight"
     if model is not None:
         said = f"{model}, {levels[0]} in flight"
     return Panel(f"{workload}, {said}", series, across=across)

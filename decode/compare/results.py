@@ -1,15 +1,15 @@
-"""Count and judge the runs, and say how fast and how right the entries are."""
+"""What a run of an entry gave: count and judge it, and say how fast and how right the entries
+are."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 import numpy as np
 
 from d2f.tasks import before_stop
-from decode.compare.client import Answer, Run
 from decode.compare.config import Workload
 from decode.report import paired, wilson
 from decode.step import p_cache_of
@@ -17,19 +17,56 @@ from decode.step import p_cache_of
 Row = dict[str, Any]
 
 
-@dataclass(frozen=True)
-class Record:
-    """Hold a counted and judged run of an entry. repetition: from 0; None for the pass that only
-    judges."""
+@dataclass
+class Answer:
+    """Hold what one request of an entry gave; times in seconds from the start of its run, None
+    where unknown.
 
-    entry: str
-    workload: str
-    concurrency: int
-    repetition: int | None
-    seconds: float
-    calls: int | None
-    peak_bytes: int | None
+    item: its place in the workload. submitted: when it was sent, after waiting for its turn.
+    prefill: the end of the first forward it was in, or the first piece of a streamed answer.
+    first: when the first token of the final text could be shown. finished: when all was there.
+    first_tokens: tokens there at `prefill`. text: what a reader gets. own_tokens: tokens as the
+    entry itself counts them, its end token with it where it made one. forwards, rows: calls of the
+    model that the request was in, and rows fed for it. attempts: tries that it took. error: why
+    the last of them failed. counts: what its decoder counted, by name. tokens: visible ones by the
+    common tokenizer, and right: whether they solve the problem, both filled in by `judge`.
+    """
+
+    item: int
+    submitted: float = 0.0
+    prefill: float | None = None
+    first: float | None = None
+    finished: float | None = None
+    first_tokens: int = 0
+    text: str = ""
+    own_tokens: int | None = None
+    forwards: int | None = None
+    rows: int | None = None
+    attempts: int = 1
+    error: str | None = None
+    counts: dict[str, int] = field(default_factory=dict)
+    tokens: int = 0
+    right: bool | None = None
+
+
+@dataclass
+class Run:
+    """The answers of one run of a workload by an entry.
+
+    seconds: wall time from the first request to the last answer. calls: calls of the model, None
+    where unknown; a call that serves several requests is one. peak_bytes: most memory held
+    while it ran, None where it could not be read. The rest is filled in by `judge`; repetition:
+    from 0, None for the pass that only judges.
+    """
+
     answers: list[Answer]
+    seconds: float
+    calls: int | None = None
+    peak_bytes: int | None = None
+    entry: str = ""
+    workload: str = ""
+    concurrency: int = 1
+    repetition: int | None = None
 
     @property
     def tokens(self) -> int:
@@ -47,18 +84,13 @@ class Record:
         return values
 
     @staticmethod
-    def from_json(values: Row) -> Record:
-        return Record(**values | {"answers": [Answer(**answer) for answer in values["answers"]]})
+    def from_json(values: Row) -> Run:
+        return Run(**values | {"answers": [Answer(**answer) for answer in values["answers"]]})
 
 
 def judge(
-    run: Run,
-    workload: Workload,
-    tokenizer: Any,
-    entry: str,
-    concurrency: int,
-    repetition: int | None,
-) -> Record:
+    run: Run, workload: Workload, tokenizer: Any, entry: str, concurrency: int, number: int | None
+) -> Run:
     """Count and judge the answers of a run; a failed request has no tokens and is wrong, and none
     has more tokens than were asked for."""
     texts = ["" if a.error else before_stop(a.text, workload.stop) for a in run.answers]
@@ -70,56 +102,60 @@ def judge(
         right = False if answer.error and right is not None else right
         first = min(answer.first_tokens, tokens)
         answers.append(replace(answer, text=text, tokens=tokens, first_tokens=first, right=right))
-    level = entry, workload.name, concurrency, repetition
-    return Record(*level, run.seconds, run.calls, run.peak_bytes, answers)
+    judged = replace(run, answers=answers, entry=entry, workload=workload.name)
+    return replace(judged, concurrency=concurrency, repetition=number)
 
 
-def failures(records: Sequence[Record]) -> list[Row]:
+def failures(runs: Sequence[Run]) -> list[Row]:
     """List the entries and workloads with failed requests, of all their runs: they are not
     ranked."""
     found = []
-    for (workload, entry), runs in _groups(records, "workload", "entry").items():
-        errors = [error for run in runs for error in run.errors]
-        if errors:
-            requests = sum(len(run.answers) for run in runs)
+    for (workload, entry), own in _groups(runs, "workload", "entry").items():
+        if errors := [error for run in own for error in run.errors]:
             row = {"entry": entry, "workload": workload, "failed": len(errors)}
+            requests = sum(len(run.answers) for run in own)
             found.append(row | {"requests": requests, "example": errors[0]})
     return found
 
 
-def _groups(records: Iterable[Record], *keys: str) -> dict[tuple[Any, ...], list[Record]]:
-    """Group by attributes, in the order of the records."""
-    groups: dict[tuple[Any, ...], list[Record]] = {}
-    for record in records:
-        groups.setdefault(tuple(getattr(record, key) for key in keys), []).append(record)
+def _groups(runs: Iterable[Run], *keys: str) -> dict[tuple[Any, ...], list[Run]]:
+    """Group by attributes, in the order of the runs."""
+    groups: dict[tuple[Any, ...], list[Run]] = {}
+    for run in runs:
+        groups.setdefault(tuple(getattr(run, key) for key in keys), []).append(run)
     return groups
 
 
 # Speed and accuracy of the entries.
 
 
-def speeds_of(records: Iterable[Record], series: dict[str, str | None] | None = None) -> list[Row]:
-    """Compute the speed of each workload, concurrency and entry, in the order of the records; times
+def speeds_of(runs: Iterable[Run], series: dict[str, str | None] | None = None) -> list[Row]:
+    """Compute the speed of each workload, concurrency and entry, in the order of the runs; times
     in seconds, None where unknown. series: of the entries that a sweep made."""
-    timed = (record for record in records if record.repetition is not None)
+    timed = (run for run in runs if run.repetition is not None)
     groups = _groups(timed, "workload", "concurrency", "entry")
     return [
         {"entry": entry, "series": (series or {}).get(entry), "workload": workload}
-        | {"concurrency": concurrency, **_speed_of(runs)}
-        for (workload, concurrency, entry), runs in groups.items()
+        | {"concurrency": concurrency, **_speed_of(own)}
+        for (workload, concurrency, entry), own in groups.items()
     ]
 
 
-def _speed_of(runs: list[Record]) -> Row:
+def _speed_of(runs: list[Run]) -> Row:
     # All repetitions together: times of requests are medians over all of them.
     answers = [a for run in runs for a in run.answers]
     good = [a for a in answers if a.error is None]
+
+    def seconds(begin: str, end: str) -> list[float | None]:
+        """Return the time between two events of each answer."""
+        both = [(getattr(a, begin), getattr(a, end)) for a in good]
+        return [None if b is None or e is None else e - b for b, e in both]
+
     # A whole run from its first request to its last answer, so waiting and failing count.
     speeds = [run.tokens / run.seconds for run in runs]
-    firsts = [_after(a.submitted, a.first) for a in good]
-    ends = [_after(a.submitted, a.finished) for a in good]
-    prefills = [_after(a.submitted, a.prefill) for a in good]
-    decoding = [_after(a.prefill, a.finished) for a in good]
+    firsts, ends = seconds("submitted", "first"), seconds("submitted", "finished")
+    whole = zip(good, ends, strict=True)
+    decoding = zip(good, seconds("prefill", "finished"), strict=True)
     calls = sum(run.calls or 0 for run in runs)
     # An endpoint does not tell how often its model was called: means are over answers that do.
     fed = [a for a in good if a.forwards]
@@ -137,18 +173,14 @@ def _speed_of(runs: list[Record]) -> Row:
         "throughput_high": max(speeds),
         # From here on of one request: from its submission to the first token that could be shown,
         # to its end, and to the end of its first forward.
-        "request_throughput": _percentile(
-            [a.tokens / t for a, t in zip(good, ends, strict=True) if t and a.tokens]
-        ),
+        "request_throughput": _percentile(a.tokens / t for a, t in whole if t and a.tokens),
         "first": _percentile(firsts),
         "first_95": _percentile(firsts, 95),
         "finished": _percentile(ends),
         "finished_95": _percentile(ends, 95),
-        "prefill": _percentile(prefills),
+        "prefill": _percentile(seconds("submitted", "prefill")),
         # After the first forward, whose own tokens are left out as its time is.
-        "decode_throughput": _percentile(
-            [(a.tokens - a.first_tokens) / t for a, t in zip(good, decoding, strict=True) if t]
-        ),
+        "decode_throughput": _percentile((a.tokens - a.first_tokens) / t for a, t in decoding if t),
         "tokens": tokens,
         "forwards": forwards / len(fed) if fed else None,
         "tokens_per_forward": sum(a.tokens for a in fed) / forwards if fed else None,
@@ -164,29 +196,25 @@ def _speed_of(runs: list[Record]) -> Row:
     }
 
 
-def _after(begin: float | None, end: float | None) -> float | None:
-    return None if begin is None or end is None else end - begin
-
-
-def _percentile(values: Sequence[float | None], share: int = 50) -> float | None:
+def _percentile(values: Iterable[float | None], share: int = 50) -> float | None:
     known = [value for value in values if value is not None]
     return float(np.percentile(known, share)) if known else None
 
 
-def accuracies(records: Sequence[Record], baseline: str) -> list[Row]:
+def accuracies(runs: Sequence[Run], baseline: str) -> list[Row]:
     """Compute the accuracy of each entry and workload that has a judge, from its run with most
     problems: low and high of 95 % (Wilson), the difference to the baseline on the same problems, in
     points (Tango), the answers that are the baseline's word for word, and the unstable problems,
     answered differently in different runs. Decoding is greedy, so none should be; the rounding of
     forwards in another batch may decide a close choice."""
-    runs = _groups(records, "workload", "entry")
-    judged = {key: max(own, key=lambda r: len(r.answers)).answers for key, own in runs.items()}
+    groups = _groups(runs, "workload", "entry")
+    judged = {key: max(own, key=lambda r: len(r.answers)).answers for key, own in groups.items()}
     found = []
     for (workload, entry), answers in judged.items():
         if any(a.right is None for a in answers):  # nothing judges prompts of one's own
             continue
         texts: dict[int, set[str]] = {}
-        for answer in (a for run in runs[workload, entry] for a in run.answers if not a.error):
+        for answer in (a for run in groups[workload, entry] for a in run.answers if not a.error):
             texts.setdefault(answer.item, set()).add(answer.text)
         theirs = {a.item: a for a in judged.get((workload, baseline), [])}
         both = [(a, theirs[a.item]) for a in answers if a.item in theirs]
@@ -194,21 +222,12 @@ def accuracies(records: Sequence[Record], baseline: str) -> list[Row]:
         gained = sum(bool(a.right) and not b.right for a, b in both)
         lost = sum(bool(b.right) and not a.right for a, b in both)
         right = sum(bool(a.right) for a in answers)
-        low, high = wilson(right, len(answers))
+        row: Row = {"entry": entry, "workload": workload, "right": right, "problems": len(answers)}
+        row["low"], row["high"] = wilson(right, len(answers))
+        row["difference"] = 100 * (gained - lost) / max(1, len(both))
         least, most = paired(gained, lost, len(both))
-        found.append(
-            {
-                "entry": entry,
-                "workload": workload,
-                "right": right,
-                "problems": len(answers),
-                "low": low,
-                "high": high,
-                "difference": 100 * (gained - lost) / max(1, len(both)),
-                "difference_low": 100 * least,
-                "difference_high": 100 * most,
-                "same": sum(a.text == b.text for a, b in both),
-                "unstable": sum(len(own) > 1 for own in texts.values()),
-            }
-        )
+        row |= {"difference_low": 100 * least, "difference_high": 100 * most}
+        row["same"] = sum(a.text == b.text for a, b in both)
+        row["unstable"] = sum(len(own) > 1 for own in texts.values())
+        found.append(row)
     return found

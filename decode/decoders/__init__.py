@@ -14,7 +14,7 @@ from d2f.config import find_attribute
 from d2f.contract import Contract
 from d2f.errors import InputError, not_one_of, repr_of
 from decode.decoders.base import Decoder
-from decode.decoders.session import Session
+from decode.decoders.session import Session, mask_kind
 
 __all__ = [
     "DECODERS",
@@ -78,5 +78,18 @@ def qualified_name(kind: type[Decoder]) -> str:
 
 
 def default_decoder(contract: Contract) -> type[Decoder]:
-    """Choose the decoder of a model where none is named."""
-    return next(kind for kind in DECODERS.values() if kind.is_default_for(contract))
+    """Choose the decoder that suits a model where none is named."""
+    kind = mask_kind(contract)
+    if contract.draft_id is not None:
+        name = "self_draft"
+    elif contract.mask_id is None:
+        name = "autoregressive"
+    elif contract.objective == "wino_plus":
+        name = "threshold"
+    elif kind == "causal":
+        name = "wedlm"
+    elif kind == "absolute block-causal":
+        name = "block"
+    else:
+        name = "d2f" if contract.objective == "d2f" else "static"
+    return DECODERS[name]

@@ -26,51 +26,51 @@ class Autoregressive(Decoder):
 
     max_new_tokens: int | None = max_new_tokens_option()
 
-    @classmethod
-    def is_default_for(cls, contract: Contract) -> bool:
-        return contract.mask_id is None and contract.draft_id is None
-
     def check(self, contract: Contract) -> None:
         if contract.prompt_rule != "causal":
             raise InputError(
-                "the decoder autoregressive needs a causal model, "
+                f"the decoder {self.name} needs a causal model, "
                 f"this one of the family {contract.family} is {contract.prompt_rule}"
             )
 
     def begin(self, prompt: list[int], contract: Contract) -> AutoregressiveSession:
-        return AutoregressiveSession(prompt, self.length, contract)
+        return AutoregressiveSession(self, prompt, contract)
 
 
 class AutoregressiveSession(Session):
-    """Decode a request token after token."""
+    """Decode a request token after token. Positions before `known` are decided, rows before
+    `cached` are not fed any more."""
 
-    def __init__(self, prompt: list[int], max_new_tokens: int, contract: Contract):
-        super().__init__(prompt, max_new_tokens, contract)
-        self.end = len(prompt)  # of what is decoded
-        self.cached = 0
-
-    def step(self) -> Step | None:
-        last = int(self.x[self.end - 1])
-        ended = self.end > self.prompt_length and last in self.contract.end_ids
-        if ended or self.end == len(self.x):
-            return None
-        cached, self.cached = self.cached, self.end  # causal rows are final once they are fed
-        # First the prompt, then the last token. The row of position p - 1 predicts position p,
-        # whatever shift the contract has for masked positions.
-        fed = np.arange(cached, self.end)
-        read = np.array([len(fed) - 1])
-        return Step(self.x[cached : self.end], fed, fed, prefix(fed + 1), read, cached=cached)
-
-    def accept(self, predictions: Predictions) -> None:
-        self.revealed = []
-        self.reveal(self.end, int(predictions.token[0]), float(predictions.confidence[0]))
-        self.end += 1
+    def __init__(self, decoder: Decoder, prompt: list[int], contract: Contract):
+        super().__init__(prompt, decoder.length, contract)
+        self.known, self.cached = len(prompt), 0
 
     @property
     def tokens(self) -> list[int]:
-        return self.x[self.prompt_length : self.end].tolist()
+        return self.x[self.prompt_length : self.known].tolist()
 
     settled = tokens
+
+    @property
+    def done(self) -> bool:
+        begun = self.known > self.prompt_length
+        ended = begun and int(self.x[self.known - 1]) in self.contract.end_ids
+        return ended or self.known == len(self.x)
+
+    def step(self) -> Step | None:
+        if self.done:
+            return None
+        cached, self.cached = self.cached, self.known  # causal rows are final once they are fed
+        # First the prompt, then the last token. The row of position p - 1 predicts position p,
+        # whatever shift the contract has for masked positions.
+        fed = np.arange(cached, self.known)
+        read = np.array([len(fed) - 1])
+        return Step(self.x[cached : self.known], fed, fed, prefix(fed + 1), read, cached=cached)
+
+    def accept(self, predictions: Predictions) -> None:
+        self.revealed = []
+        self.reveal(self.known, int(predictions.token[0]), float(predictions.confidence[0]))
+        self.known += 1
 
     def blocks(self) -> list[BlockView]:
         tokens = tuple(self.tokens)

@@ -15,15 +15,20 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal, Self, Union, get_args,
 
 from d2f.contract import Contract
 from d2f.errors import InputError, did_you_mean, not_one_of, repr_of
-from decode.decoders.session import MOST, Session
+from decode.decoders.session import MOST, MaskKind, Session, mask_kind
 from decode.step import sample_seed
 
 DEFAULT_MAX_NEW_TOKENS = 256
 DEFAULT_BLOCK_SIZE = 32
 MAX = sys.float_info.max
 COLDEST = 1e-9
-"""Temperatures below are greedy: the noise of a draw spans 20 temperatures, which is less than fp32
-tells apart in logits of size 1, and dividing by less than about 1e-38 overflows."""
+"""Lower temperatures are greedy: the noise of a draw spans 20 temperatures, too little for fp32 to
+resolve in logits of size 1, and a division by less than about 1e-38 overflows."""
+
+# A decoder for a model of each mask that the one asked for cannot decode.
+OTHERS = {"causal": "wedlm", "bidirectional": "static or d2f"}
+OTHERS |= {"block-causal": "block", "absolute block-causal": "block"}
+BLOCKWISE_MASKS: tuple[MaskKind, ...] = ("bidirectional", "block-causal", "absolute block-causal")
 
 
 def whole_number(name: str, value: object, *, least: int = 1, most: int = MOST) -> None:
@@ -60,30 +65,30 @@ def one_of(name: str, value: object, words: Iterable[str]) -> None:
         raise InputError(f"{name}: {not_one_of(value, words)}")
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Option:
     """An option of a decoder: flags, configuration keys, checks, the grids of tuning and the
     reference page are made from it.
 
+    kind: int, float, bool, or a tuple of the words to choose from; may_be_none: None is a value,
+        too. Both are from the field's annotation.
     shown: the default in words, for --help.
     search: the values that tuning tries where none are given.
     unit: what stands for a number in --help.
     least, most, above: the bounds of a number; above: least itself is out of bounds.
-    name, kind, may_be_none: from the field and its annotation. kind is int, float, bool, or a tuple
-        of the words to choose from; may_be_none: None is a value, too.
     """
 
+    name: str
     default: Any
+    kind: type | tuple[str, ...]
+    may_be_none: bool
     help: str
-    shown: str = ""
+    shown: str
+    unit: str
     search: tuple[int | float, ...] = ()
-    unit: str = ""
     least: float | None = None
     most: float | None = None
     above: bool = False
-    name: str = ""
-    kind: type | tuple[str, ...] = bool
-    may_be_none: bool = False
 
     @property
     def is_number(self) -> bool:
@@ -109,7 +114,7 @@ def option(default: Any, help: str, **about: Any) -> Any:
     """Make a field of a decoder's options (see `Option`), annotated as int, float, bool or Literal,
     or as one of them or None. Unless bounds are given a whole number is at least 1, another at
     least 0."""
-    return field(default=default, metadata={"option": Option(default, help, **about)})
+    return field(default=default, metadata={"option": {"help": help, **about}})
 
 
 def ratio(default: float, help: str, **more: Any) -> Any:
@@ -156,15 +161,11 @@ def _option(field: Any, hint: Any) -> Option:
             f"the option {field.name} of a decoder must be annotated as int, float, bool or "
             f"Literal, or as one of them and None, got {field.type}"
         )
-    about = field.metadata["option"]
-    return replace(
-        about,
-        name=field.name,
-        kind=kind,
-        may_be_none=type(None) in parts,
-        shown=about.shown or _in_words(about.default),
-        unit=about.unit or ("N" if kind is int else "SHARE"),
-    )
+    about = {"shown": "", "unit": "", **field.metadata["option"]}
+    about["shown"] = about["shown"] or _in_words(field.default)
+    about["unit"] = about["unit"] or ("N" if kind is int else "SHARE")
+    none = type(None) in parts
+    return Option(name=field.name, default=field.default, kind=kind, may_be_none=none, **about)
 
 
 def _in_words(default: object) -> str:
@@ -186,13 +187,14 @@ class Decoder(abc.ABC):
     max_new_tokens: the longest response; None takes what the model was trained on, else 256, less
         where the context leaves less.
 
-    A decoder also says of itself: name; summary, for --help; labels, what the states of its blocks
-    are called where a person reads them.
+    A decoder's class has a name, a summary for --help, labels: what the states of its blocks are
+    called where a person reads them, and masks: those of the models that it decodes.
     """
 
     name: ClassVar[str]
     summary: ClassVar[str] = ""
     labels: ClassVar[Mapping[str, str]] = {}
+    masks: ClassVar[tuple[MaskKind, ...]] = get_args(MaskKind)
 
     temperature: float = option(0.0, "0 is greedy, at least 0", unit="T")
     top_p: float = option(
@@ -241,11 +243,6 @@ class Decoder(abc.ABC):
             )
 
     @classmethod
-    def is_default_for(cls, contract: Contract) -> bool:
-        """Say whether this decoder decodes such a model where none is named."""
-        return False
-
-    @classmethod
     def with_model_defaults(cls, given: Mapping[str, Any], contract: Contract) -> dict[str, Any]:
         """Add options that follow from how the model was trained to those that were given."""
         return dict(given)
@@ -283,6 +280,13 @@ class Decoder(abc.ABC):
             raise InputError(
                 f"the decoder {self.name} needs a model with a mask id, "
                 f"the family {contract.family} has none: take autoregressive for it"
+            )
+        kind = mask_kind(contract)
+        if kind not in self.masks:
+            needed = dict.fromkeys(mask.removeprefix("absolute ") for mask in self.masks)
+            raise InputError(
+                f"the decoder {self.name} needs a {' or '.join(needed)} model, the family "
+                f"{contract.family} is {kind}: take {OTHERS[kind]} for it"
             )
 
     @abc.abstractmethod

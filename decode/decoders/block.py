@@ -17,7 +17,7 @@ is part of the first block that is decoded::
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import ClassVar, Literal
 
 import numpy as np
@@ -26,6 +26,7 @@ from d2f.contract import Contract
 from d2f.errors import InputError
 from d2f.spans import block_ends
 from decode.decoders.base import (
+    BLOCKWISE_MASKS,
     DEFAULT_BLOCK_SIZE,
     Decoder,
     block_size_option,
@@ -34,8 +35,9 @@ from decode.decoders.base import (
     option,
     ratio,
 )
-from decode.decoders.session import SDAR_BLOCK_SIZE, MaskedSession, feed, mask_kind
-from decode.step import BlockState, BlockView, Floats, Ints, Predictions, Step
+from decode.decoders.blockwise import BlockwiseSession, CachePolicy
+from decode.decoders.session import SDAR_BLOCK_SIZE, MaskKind, mask_kind
+from decode.step import BlockView, Ints, Predictions
 
 Reveal = Literal["static", "dynamic", "sequential"]
 Align = Literal["absolute", "prompt"]
@@ -51,6 +53,9 @@ class Block(Decoder):
     name: ClassVar[str] = "block"
     summary: ClassVar[str] = "block diffusion with an exact cache (default for SDAR; D2F students)"
     labels: ClassVar[Mapping[str, str]] = {"fully active": "current"}
+    masks: ClassVar[tuple[MaskKind, ...]] = BLOCKWISE_MASKS
+    cache: ClassVar[CachePolicy] = "none"
+    uncertainty: ClassVar[bool] = False
 
     block_size: int | None = block_size_option(
         None, f"the model's own, else {DEFAULT_BLOCK_SIZE}, on absolute blocks {SDAR_BLOCK_SIZE}"
@@ -79,23 +84,9 @@ class Block(Decoder):
         if self.block_size is not None:
             self._check_steps(self.block_size)
 
-    @classmethod
-    def is_default_for(cls, contract: Contract) -> bool:
-        return (
-            contract.mask_id is not None
-            and contract.objective != "wino_plus"
-            and mask_kind(contract) == "absolute block-causal"
-        )
-
     def check(self, contract: Contract) -> None:
         super().check(contract)
-        kind = mask_kind(contract)
-        if kind == "causal":
-            raise InputError(
-                "the decoder block needs a model that sees whole blocks, this one of the family "
-                f"{contract.family} is causal: take wedlm for it"
-            )
-        if kind == "bidirectional" and self.align is None:
+        if mask_kind(contract) == "bidirectional" and self.align is None:
             raise InputError(
                 "the decoder block needs a block-causal model, this one of the family "
                 f"{contract.family} is bidirectional: take static for it, or say align for a model "
@@ -124,66 +115,45 @@ class Block(Decoder):
         return BlockSession(self, prompt, contract)
 
 
-class BlockSession(MaskedSession):
-    """Decode a request. ends: int64 ``[len(x)]``, where what each position sees ends. The current
-    block's own positions are ``[start, end)``; done: its steps so far. cached: rows before it are
-    final."""
+class BlockSession(BlockwiseSession):
+    """Decode a request, its blocks those of the decoder. done: steps of the current block."""
+
+    decoder: Block
 
     def __init__(self, decoder: Block, prompt: list[int], contract: Contract):
-        super().__init__(prompt, decoder.length, contract)
-        self.decoder = decoder
+        super().__init__(decoder, prompt, contract)
         self.size = decoder.size(contract)
         first = 0 if decoder.is_absolute(contract) else len(prompt)
         size = min(self.size, len(self.x))  # a larger one is one block, too
-        self.ends: Ints = block_ends(len(self.x), first, size)
-        self.start = self.end = len(prompt)  # empty: the first step begins a block
-        self.cached = 0
+        self.ends = block_ends(len(self.x), first, size)
 
-    def step(self) -> Step | None:
-        # Only an end id with nothing masked before it ends the response.
-        if self.decoder.early_exit and self.saw_eos:
-            return None
-        # The finished block is fed once more in the next block's first step, from `cached` on.
-        if not self.masked[self.start : self.end].any():  # at first the block is empty
-            if self.end == len(self.x):
-                return None
-            self.start, self.end = self.end, int(self.ends[self.end])
-            self.done = 0
-        self.wanted = self.start + np.flatnonzero(self.masked[self.start : self.end])
-        ends = self.ends[: self.end]
-        shift = self.contract.logit_shift
-        step = feed(self.x, self.cached, ends, self.wanted, cached=self.cached, logit_shift=shift)
-        # Rows that see nothing from the current block on are fed for the last time now.
-        self.cached = int(np.searchsorted(ends, self.start, "right"))
-        return step
+    def end_of(self, start: int) -> int:
+        return int(self.ends[start])  # the prompt's tail may be part of the first block
 
-    def accept(self, predictions: Predictions) -> None:
-        self.revealed = []
+    def begin_block(self) -> None:
+        self.done = 0
+
+    def choose(self, predictions: Predictions) -> Ints:
+        confidence, decoder = predictions.confidence, self.decoder
         # By the block's full size, also where the last block is short.
-        count = reveal_count(self.size, self.decoder.denoising_steps or self.size, self.done)
+        count = reveal_count(self.size, decoder.denoising_steps or self.size, self.done)
         self.done += 1
-        self.reveal_all(self._choose(predictions.confidence, count), predictions)
-
-    def _choose(self, confidence: Floats, count: int) -> Ints:
-        """Choose what to reveal, as indices into `wanted`; `count` is what makes steps even."""
-        if self.decoder.reveal == "sequential":
+        if decoder.reveal == "sequential":
             return np.arange(len(confidence))[:count]
         # dynamic: where fewer than the step's number are above tau, as static does.
-        above = np.flatnonzero(confidence > self.decoder.tau)
-        if self.decoder.reveal == "dynamic" and len(above) >= count:
+        above = np.flatnonzero(confidence > decoder.tau)
+        if decoder.reveal == "dynamic" and len(above) >= count:
             return above
         return np.argsort(-confidence, kind="stable")[:count]
 
     def blocks(self) -> list[BlockView]:
-        views, start = [], self.prompt_length
-        while start < len(self.x):
-            end = int(self.ends[start])
-            state: BlockState = "waiting" if start >= self.end else "fully active"
-            if not self.masked[start:end].any():
-                state = "cached" if end <= self.cached else "decoded"
-            views.append(self.view(start, end, state))
-            start = end
-        return views
+        final = self.final - self.prompt_length
+        return [
+            replace(block, state="cached")
+            if block.state == "decoded" and block.end <= final
+            else block
+            for block in super().blocks()
+        ]
 
 
 def reveal_count(masked: int, steps: int, done: int) -> int:

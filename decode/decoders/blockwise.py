@@ -27,21 +27,21 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import ClassVar, Literal
+from typing import Any, ClassVar, Literal
 
 import numpy as np
 
 from d2f.contract import Contract
-from d2f.errors import InputError
 from d2f.spans import prefix
 from decode.decoders.base import (
+    BLOCKWISE_MASKS,
     Decoder,
     block_size_option,
     early_exit_option,
     max_new_tokens_option,
     option,
 )
-from decode.decoders.session import MaskedSession, mask_kind, visible_ends
+from decode.decoders.session import MaskedSession, MaskKind, visible_ends
 from decode.step import BlockState, BlockView, Ints, Predictions, Step
 
 CachePolicy = Literal["none", "prefix", "dual"]
@@ -63,6 +63,7 @@ class Blockwise(Decoder):
     early_exit: bool = early_exit_option()
 
     labels: ClassVar[Mapping[str, str]] = {"fully active": "current"}
+    masks: ClassVar[tuple[MaskKind, ...]] = BLOCKWISE_MASKS
     uncertainty: ClassVar[bool] = False  # `choose` looks at entropy or margin
 
     def choose(self, predictions: Predictions) -> Ints:
@@ -72,14 +73,6 @@ class Blockwise(Decoder):
 
     def begin(self, prompt: list[int], contract: Contract) -> BlockwiseSession:
         return BlockwiseSession(self, prompt, contract)
-
-    def check(self, contract: Contract) -> None:
-        super().check(contract)
-        if mask_kind(contract) == "causal":
-            raise InputError(
-                f"the decoder {self.name} needs a bidirectional or block-causal model, the family "
-                f"{contract.family} is causal: take wedlm for it"
-            )
 
     @property
     def size(self) -> int:
@@ -94,19 +87,22 @@ class Blockwise(Decoder):
 class BlockwiseSession(MaskedSession):
     """Decode a request block after block.
 
+    decoder: a `Blockwise`, or other options of the same names.
     block: number of the current one, at positions ``[start, end)``.
+    ends: int64 ``[len(x)]``, position p sees ``[0, ends[p])``.
+    final: rows before it were fed with what they see all settled, and are fed no longer.
 
     A scratch slot follows the sequence's own: a shifted family's row before the block is fed to be
     read, and its keys and values, which would not be those that the cache policy keeps, go there.
     """
 
-    def __init__(self, decoder: Blockwise, prompt: list[int], contract: Contract):
+    def __init__(self, decoder: Any, prompt: list[int], contract: Contract):
         super().__init__(prompt, decoder.length, contract)
         self.decoder = decoder
         self.ends = visible_ends(len(self.x), len(prompt), contract)
         self.block = -1
         self.start = self.end = len(prompt)
-        self.final = 0  # rows before it were fed with what they see all settled
+        self.final = 0
         self.refreshed = -1  # the block that all rows were last fed in
 
     @property
@@ -115,7 +111,12 @@ class BlockwiseSession(MaskedSession):
 
     def choose(self, predictions: Predictions) -> Ints:
         """Choose what to reveal, as indices into `wanted`; at least one."""
-        return self.decoder.choose(predictions)
+        chosen: Ints = self.decoder.choose(predictions)
+        return chosen
+
+    def end_of(self, start: int) -> int:
+        """Find where the block that begins at `start` ends."""
+        return min(start + int(self.decoder.size), len(self.x))
 
     def begin_block(self) -> None:
         """Prepare for a block that begins."""
@@ -130,8 +131,7 @@ class BlockwiseSession(MaskedSession):
             if self.end == len(self.x) or self._exits():
                 return None
             self.block += 1
-            self.start = self.end
-            self.end = min(self.start + self.decoder.size, len(self.x))
+            self.start, self.end = self.end, self.end_of(self.end)
             self.begin_block()
         if self._exits():
             return None
@@ -177,16 +177,16 @@ class BlockwiseSession(MaskedSession):
         self.reveal_all(self.choose(predictions), predictions)
 
     def blocks(self) -> list[BlockView]:
-        views = []
-        for block in range(self.decoder.block_count):
-            start = self.prompt_length + block * self.decoder.size
-            end = min(start + self.decoder.size, len(self.x))
-            state: BlockState = "waiting" if block > self.block else "fully active"
+        views, start = [], self.prompt_length
+        while start < len(self.x):
+            end = self.end_of(start)
+            state: BlockState = "waiting" if start >= self.end else "fully active"
             if not self.masked[start:end].any():
                 state = "decoded"
             views.append(self.view(start, end, state))
+            start = end
         return views
 
     def _exits(self) -> bool:
         """Say whether nothing that is still masked matters."""
-        return self.decoder.early_exit and self.saw_eos
+        return bool(self.decoder.early_exit) and self.saw_eos

@@ -10,7 +10,7 @@ What is cached is fixed while branches are checked: branches see the keys and va
 blocks in the request's own slots, write to scratch slots only, and a block that a branch finished
 is fed with its final tokens into its own slots before it counts as cached.
 
-As in the example of `decode.decoders.d2f_session`, with one branch a forward. After forward 1 the
+As in the example of `decode.decoders.d2f`, with one branch a forward. After forward 1 the
 stale guess of position 3 is b::
 
     forward           block [2, 4)    block [4, 6)
@@ -18,7 +18,7 @@ stale guess of position 3 is b::
          branch       a b             m m             so this is the next state: reveals c
     3    x            a b             c m             reveals d: three forwards for four steps
 
-Had x revealed c too, the branch would not have been the next state, and only its rows lost.
+Had x revealed c too, the branch would not have been the next state; only its rows would be lost.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ import numpy as np
 
 from d2f.contract import Contract
 from decode.decoders.branches import Branch, split, with_branches
-from decode.decoders.d2f_session import D2FSession, Pipeline
+from decode.decoders.d2f import D2F, FORMS, D2FSession
 from decode.step import Predictions, Step
 
 
@@ -40,7 +40,7 @@ class LosslessSession(D2FSession):
     branches, and how many of them were ``accepted``.
     """
 
-    def __init__(self, decoder: Pipeline, prompt: list[int], contract: Contract):
+    def __init__(self, decoder: D2F, prompt: list[int], contract: Contract):
         super().__init__(decoder, prompt, contract)
         # The most branches of a forward: each state decides a token more than the one before.
         self.most = min((decoder.lossless or 1) - 1, decoder.length)
@@ -129,3 +129,6 @@ def _fork(state: D2FSession) -> D2FSession:
     twin.x, twin.masked = state.x.copy(), state.masked.copy()
     twin.pipeline = [copy(block) for block in state.pipeline]
     return twin
+
+
+FORMS["lossless"] = LosslessSession

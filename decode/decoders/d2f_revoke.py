@@ -16,7 +16,7 @@ from collections import Counter
 import numpy as np
 
 from d2f.contract import Contract
-from decode.decoders.d2f_session import D2FSession, Pipeline, PipelineBlock
+from decode.decoders.d2f import D2F, FORMS, D2FSession, PipelineBlock
 from decode.decoders.shadow import Revocations, add_shadow, shadow_slots, weakest
 from decode.step import Floats, Ints, Predictions, Step
 
@@ -30,7 +30,7 @@ class RevokingSession(D2FSession):
     verified: the positions int64 ``[V]`` that the last step's shadows predict, by block.
     """
 
-    def __init__(self, decoder: Pipeline, prompt: list[int], contract: Contract):
+    def __init__(self, decoder: D2F, prompt: list[int], contract: Contract):
         super().__init__(decoder, prompt, contract)
         self.revocations = Revocations(self)
         self.verified: list[Verified] = []
@@ -135,7 +135,7 @@ class AlwaysSession(RevokingSession):
         4          1          0                                          4
     """
 
-    def __init__(self, decoder: Pipeline, prompt: list[int], contract: Contract):
+    def __init__(self, decoder: D2F, prompt: list[int], contract: Contract):
         self.spare: Counter[int] = Counter()  # tokens that may be taken back, by a block's start
         super().__init__(decoder, prompt, contract)
 
@@ -171,7 +171,7 @@ class CommitSession(RevokingSession):
         4                      .95    .95 .95      cached; position 3 is not asked about again
     """
 
-    def __init__(self, decoder: Pipeline, prompt: list[int], contract: Contract):
+    def __init__(self, decoder: D2F, prompt: list[int], contract: Contract):
         super().__init__(decoder, prompt, contract)
         self.sure = np.arange(len(self.x)) < len(prompt)  # never taken back (again)
 
@@ -197,3 +197,6 @@ class CommitSession(RevokingSession):
             block.state = "fully active" if refused else "cached"
             if not refused:
                 self.cached = block.end
+
+
+FORMS.update(always=AlwaysSession, commit=CommitSession)

@@ -13,7 +13,7 @@ from d2f.contract import Contract
 from d2f.spans import block_ends, prefix
 from decode.step import BlockState, BlockView, Ints, Predictions, Revealed, Step, TokenLikelihood
 
-MOST = 2**20  # tokens, forwards or states: what counts up to more would not end
+MOST = 2**20  # the largest count (of tokens, steps, states, ...) that an option may have
 MaskKind = Literal["bidirectional", "block-causal", "absolute block-causal", "causal"]
 SDAR_BLOCK_SIZE = 4
 
@@ -47,8 +47,8 @@ class Session(abc.ABC):
     """Decode a request, over the sequence x of prompt and response.
 
     x: int64 ``[P + max_new_tokens]``, one slot a position.
-    width: how far the next step may speculate, set by the engine (its `max_rows`). Only a lossless
-        session looks at it: its tokens are the same for every value.
+    share: of the engine's `max_rows`, the rows of the next step that are nearly free; it sets it.
+        Only a lossless session reads it, whose tokens do not depend on it.
     revealed: what the last `accept` decided.
     counts: what the decoder counts of itself, by name.
     likelihoods: of the prompt's tokens, where asked for (`decode.engine.likelihood`).
@@ -59,14 +59,19 @@ class Session(abc.ABC):
         self.x: Ints = np.zeros(len(prompt) + max_new_tokens, dtype=np.int64)
         self.x[: len(prompt)] = prompt
         self.contract = contract
-        self.width = MOST
+        self.share: float = MOST
         self.revealed: list[Revealed] = []
         self.counts: dict[str, int] = {}
         self.likelihoods: list[TokenLikelihood] = []
 
     @property
+    def width(self) -> int:
+        """Tell how many rows a step may speculate, at least one."""
+        return max(1, int(self.share))
+
+    @property
     def slots(self) -> int:
-        """Count the slots that the request needs: a position's own, then any scratch slots."""
+        """Count the slots that the request needs: one for each position, then scratch slots."""
         return len(self.x)
 
     @abc.abstractmethod

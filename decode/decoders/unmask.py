@@ -26,7 +26,6 @@ from d2f.contract import Contract
 from d2f.errors import InputError
 from decode.decoders.base import block_size_option, option
 from decode.decoders.blockwise import Blockwise, BlockwiseSession
-from decode.decoders.session import mask_kind
 from decode.step import Floats, Ints, Predictions
 
 Proxy = Literal["entropy", "confidence", "margin"]
@@ -52,15 +51,6 @@ class Static(Blockwise):
                 f"steps must be a multiple of the {self.block_count} blocks "
                 f"({self.length} tokens in blocks of {self.size}), got {self.steps}"
             )
-
-    @classmethod
-    def is_default_for(cls, contract: Contract) -> bool:
-        return (
-            cls is Static  # and no decoder made of it
-            and contract.mask_id is not None
-            and contract.objective not in ("d2f", "wino_plus")
-            and mask_kind(contract) == "bidirectional"
-        )
 
     def begin(self, prompt: list[int], contract: Contract) -> StaticSession:
         return StaticSession(self, prompt, contract)
@@ -100,10 +90,6 @@ class Threshold(Blockwise):
         "confidence from which a token is revealed, at least 0; above 1 only the surest one is",
         search=(0.6, 0.7, 0.8, 0.9, 0.95, 0.99),
     )
-
-    @classmethod
-    def is_default_for(cls, contract: Contract) -> bool:
-        return contract.mask_id is not None and contract.objective == "wino_plus"
 
     @classmethod
     def with_model_defaults(cls, given: Mapping[str, Any], contract: Contract) -> dict[str, Any]:

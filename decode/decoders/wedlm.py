@@ -53,7 +53,7 @@ from d2f.contract import Contract
 from d2f.errors import InputError
 from d2f.spans import prefix
 from decode.decoders.base import Decoder, max_new_tokens_option, option
-from decode.decoders.session import MaskedSession, mask_kind
+from decode.decoders.session import MaskedSession, MaskKind
 from decode.step import BlockView, Floats, Ints, Predictions, Step
 
 Refill = Literal["paper", "repository", "block"]
@@ -64,12 +64,11 @@ class WeDLM(Decoder):
     """Options of streaming decoding.
 
     window: slots W of the window. With verify the engine's `max_rows` bounds it, too.
-    refill: ``paper`` keeps W slots and none beyond max_new_tokens (a window without masks goes on
-        with the next one in the same forward); ``repository`` adds a mask for each slot that is
-        about to be committed, before it is, and goes on past max_new_tokens by up to W - 1
-        positions, which are then cut off; ``block``, the paper's ablation, leaves the window where
-        it is until all of it is filled, and commits it whole.
-    window_attention: what is committed is causal, also with ``bidirectional``.
+    refill: ``paper`` keeps W slots, none beyond max_new_tokens; a window without masks is followed
+        by the next one in the same forward. ``repository`` adds a mask for each slot before it is
+        committed, and goes up to W - 1 positions past max_new_tokens, which are cut off. ``block``,
+        the paper's ablation, moves the window only once all of it is filled, and commits it whole.
+    window_attention: committed slots are causal with ``bidirectional`` too.
     """
 
     name: ClassVar[str] = "wedlm"
@@ -77,6 +76,7 @@ class WeDLM(Decoder):
         "streaming decoding of a causal diffusion model, where it is the default"
     )
     labels: ClassVar[Mapping[str, str]] = {"cached": "committed", "fully active": "window"}
+    masks: ClassVar[tuple[MaskKind, ...]] = ("causal",)
 
     window: int = option(
         16,
@@ -119,24 +119,6 @@ class WeDLM(Decoder):
                 "window_attention bidirectional needs refill block, as a row that saw all of the "
                 f"window is not final before it, got refill {self.refill}"
             )
-
-    def check(self, contract: Contract) -> None:
-        super().check(contract)
-        kind = mask_kind(contract)
-        if kind != "causal":
-            other = "static or d2f" if kind == "bidirectional" else "block"
-            raise InputError(
-                f"the decoder wedlm needs a causal model with a mask id, the family "
-                f"{contract.family} is {kind}: take {other} for it"
-            )
-
-    @classmethod
-    def is_default_for(cls, contract: Contract) -> bool:
-        return (
-            contract.mask_id is not None
-            and contract.objective != "wino_plus"
-            and mask_kind(contract) == "causal"
-        )
 
     @classmethod
     def with_model_defaults(cls, given: Mapping[str, Any], contract: Contract) -> dict[str, Any]:

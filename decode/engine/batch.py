@@ -111,12 +111,11 @@ ROWS_A_STEP = 1 << 16  # from the number of a step's first row to that of the ne
 
 
 class Sampler:
-    """Numbers a request's draws: by its seed, the number of its step and that of the row within it,
-    on any device and in any batch (`triton_kernels.draws`). So rows that a step leaves out at its
-    end, since nothing could come of them, change no draw of a later one.
+    """Number the draws of a request by its seed, its step and the row within the step: the same on
+    any device and in any batch (`triton_kernels.draws`). Rows that a step leaves out at its end
+    change no later draw.
 
-    steps: that the request has taken. read: rows of the next one that it has taken already, where
-    it is fed in pieces.
+    steps: how many were taken. read: rows of the next step that were taken, if it is in pieces.
     """
 
     def __init__(self, decoder: Decoder, mask_id: int | None):
@@ -125,12 +124,12 @@ class Sampler:
         self.steps = self.read = 0
 
     def took(self, count: int, *, whole: bool) -> None:
-        """Note that the request has taken `count` rows; whole: with them all of a step."""
+        """Note that the request has taken `count` rows; whole: they complete a step."""
         self.steps, self.read = (self.steps + 1, 0) if whole else (self.steps, self.read + count)
 
     def lines(self, count: int, draws: Ints | None = None) -> Ints:
-        """Say how the next `count` rows are drawn, int64 ``[DRAW_LINES, count]``; the same until
-        they are taken, also where a forward is computed again. draws: as in `Step`; draw n is then
+        """Say how the next `count` rows are drawn, int64 ``[DRAW_LINES, count]``: the same until
+        they are taken, so that a forward can be computed again. draws: as in `Step`; draw n is
         that of the first row of step n."""
         settings = self.decoder
         lines = np.zeros((DRAW_LINES, count), dtype=np.int64)

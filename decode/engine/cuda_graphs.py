@@ -207,22 +207,12 @@ class GraphForward:
         self.graph = graph
 
 
-# Caches with their graphs, kept while their model is loaded and lent to one engine at a time::
-#
-#     engine a needs 900 slots    a cache of 960 is made, and graphs as sizes come up
-#     engine b needs 300          another of 320, as a has the first
-#     a and b are closed          both are kept
-#     engine c needs 500          gets a's, emptied; its graphs replay from the first forward on
-#     engine d needs 400          b's is too small: it is given up, one of 416 is made
-#
-# So there are never more of them than engines were alive at once.
-
-
 Lent = tuple[Hashable, GraphForwards]
 """A cache with its graphs, and the state of the model that they were made in."""
 
-# An engine that is collected gives its own back at any moment, in any thread: a deque needs no
-# lock.
+# Kept while their model is loaded and lent to one engine at a time, so there are never more of them
+# than engines were alive at once. An engine that is collected gives its own back at any moment, in
+# any thread: a deque needs no lock.
 _free: WeakKeyDictionary[DiffusionModel, deque[Lent]] = WeakKeyDictionary()
 
 
@@ -232,34 +222,32 @@ def free_graphs(model: DiffusionModel) -> deque[Lent]:
 
 
 def lend_graphs(model: DiffusionModel, slots: int) -> Lent:
-    """Lend a cache of at least `slots` slots, beside the one for rows that pad, all empty."""
-    kept, state = free_graphs(model), captured_state(model)
-    free = [kept.popleft() for _ in range(len(kept))]
-    # Graphs compute as the model was when they were captured.
-    # Of equal ones the last that was given back, whose graphs are there already.
-    mine = [one for one in reversed(free) if one[0] == state]
-    free = sorted(mine, key=lambda one: one[1].slots)
-    fits = [one for one in free if one[1].slots >= slots]
-    chosen = next(iter(fits or free[-1:]), None)
-    kept.extend(one for one in free if one is not chosen)
-    if not fits or chosen is None:
-        del chosen, free  # the largest, too small: before a larger one is made
-        return state, GraphForwards(model, model.new_cache(_rounded(slots) + 1))
-    if model.device.type == "cuda":
-        # A forward that the last engine started and nobody waited for may still be running.
-        torch.cuda.synchronize(model.device)
-    chosen[1].cache.clear(0, chosen[1].slots + 1)
-    return chosen
+    """Lend a cache of at least `slots` slots, beside the one for rows that pad, all empty: the last
+    that was given back, without those that are too small or were made in another state."""
+    free, state = free_graphs(model), captured_state(model)
+    while free:
+        lent = free.pop()
+        if lent[0] == state and lent[1].slots >= slots:
+            if model.device.type == "cuda":
+                # A forward that the last engine started and nobody waited for may be running.
+                torch.cuda.synchronize(model.device)
+            lent[1].cache.clear(0, lent[1].slots + 1)
+            return lent
+        del lent  # its memory is free before more is taken
+    # Rounded up by an eighth at most: engines of about the same needs share one.
+    step = 1 << max(0, slots.bit_length() - 4)
+    return state, GraphForwards(model, model.new_cache(-(-slots // step) * step + 1))
 
 
 def captured_state(model: DiffusionModel) -> Hashable:
     """Describe what a graph of the model rests on besides the values of the weights: where they
     are, whether they are compiled, which adapters and kernels compute."""
+    backbone = model.backbone
     return (
         os.environ.get(KERNELS),
         model.compiled_rows,
-        tuple(_addresses([*model.backbone.parameters(), *model.backbone.buffers()])),
-        tuple(module.training for module in model.backbone.modules()),
+        tuple(_addresses([*backbone.parameters(), *backbone.buffers()])),
+        tuple(module.training for module in backbone.modules()),
         () if model.adapter is None else tuple(_adapters_on(model)),
     )
 
@@ -280,9 +268,3 @@ def _addresses(tensors: Iterable[Tensor]) -> Iterable[int]:
             yield from _addresses(getattr(tensor, name) for name in names)
         else:
             yield tensor.data_ptr()
-
-
-def _rounded(slots: int) -> int:
-    """Round up by an eighth at most, so that engines of about the same needs share one."""
-    step = 1 << max(0, slots.bit_length() - 4)
-    return -(-slots // step) * step

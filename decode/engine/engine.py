@@ -11,7 +11,7 @@ import time
 import weakref
 from collections import deque
 from collections.abc import Iterator
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 
 import psutil
 import torch
@@ -45,33 +45,31 @@ from decode.step import Event, Predictions, Step
 Fed = list[tuple[Request, Step]]
 
 CPU_MAX_ROWS = 256
-"""On a CPU windows of 16 are worth their rows up to about 16 requests in flight; with more, rows of
-wide windows cost more than their tokens save (benchmarks/max_rows.py). Of models that lie in the
-caches, where a forward costs more than its rows."""
+"""For a model that fits in a CPU's caches, where a forward costs more than its rows: windows of 16
+pay up to about 16 requests in flight (benchmarks/max_rows.py)."""
 CPU_MAX_ROWS_OF_LARGE = 4
-"""Of models whose weights are read from memory in every forward: that many rows cost little more
-than one, and the next ones their arithmetic."""
-LARGE = 64 << 20  # bytes of weights, about what the caches of a CPU hold
+"""For a model whose weights are read from memory in every forward: four rows cost little more than
+one, further rows cost their arithmetic."""
+LARGE = 64 << 20  # bytes of weights, about what a CPU's caches hold
 GPU_MAX_ROWS = 256
-"""A GPU reads all weights in the time that it computes about so many rows: up to there a row is
-nearly free."""
+"""A GPU computes about this many rows in the time that it takes to read all weights."""
 WHOLE_ROWS = 4096  # of prompts in one forward: more would take memory and gain nothing
 
-LONG = 4096  # positions of a request that is long, but not rare
+LONG = 4096  # positions of a long request
 
 
 def default_slots(model: DiffusionModel, batch_size: int) -> int:
-    """Choose the size of a cache for `batch_size` requests of 4,096 positions each (of the model's
-    context, where that is shorter), at least for one that fills the context; but no more than half
-    of the memory that is free on the model's device holds."""
+    """Choose the cache's size: room for `batch_size` requests of 4,096 positions or the model's
+    context, whichever is shorter, and for one that fills the context; at most half of the memory
+    that is free on the model's device."""
     context = model.context_length
     wanted = max(context, batch_size * min(context, LONG))
     return max(1, min(wanted, free_bytes(model.device) // 2 // _slot_bytes(model)))
 
 
 def check_slots(model: DiffusionModel, slots: int) -> None:
-    """Raise InputError for more slots than the memory that is free holds: a system that lends more
-    than it has would end the process later, or another one."""
+    """Raise InputError if the free memory does not hold so many slots: a system that overcommits
+    memory would kill a process later."""
     slot, free = _slot_bytes(model), free_bytes(model.device)
     if slots > free // slot:
         raise InputError(
@@ -82,12 +80,12 @@ def check_slots(model: DiffusionModel, slots: int) -> None:
 
 def _slot_bytes(model: DiffusionModel) -> int:
     slot = sum(k.nbytes + v.nbytes for k, v in model.new_cache(1).layers)
-    # Processes that share the model share a CPU's memory, too.
+    # Processes that have a part of the model each share a CPU's memory.
     return slot * model.tensor_parallel if model.device.type == "cpu" else slot
 
 
 def default_max_rows(model: DiffusionModel) -> int:
-    """Choose how many rows one forward should have: as many as are nearly free."""
+    """Choose how many rows a forward should have: as many as are nearly free."""
     if model.device.type == "cuda":
         return GPU_MAX_ROWS
     size = sum(p.numel() * p.element_size() for p in model.backbone.parameters())
@@ -104,26 +102,24 @@ def free_bytes(device: torch.device | str) -> int:
 class Engine:
     """Runs requests on one model; used from one thread.
 
-    A request fails alone: what its session raises, logits of its own that are not finite, or a size
-    beyond the cache end it with an event whose `error` says so, and the others go on as if it had
-    never been there. What the model itself raises concerns all of them: `advance` raises it, and
-    does the forward again when it is called again.
+    A request fails alone: if its session raises, its logits are not finite or it is too large for
+    the cache, its last event has the `error`, and the others go on as if it had never been there.
+    What the model itself raises concerns all requests: `advance` raises it, and the next call does
+    the forward again.
 
     batch_size: most requests in one forward.
-    slots: size of the cache; it must hold the largest request, and a request waits while it does
-        not fit.
-    request_slots: most of them that one request may need; None: all.
-    max_rows: rows that one forward should have. A lossless session speculates at most
-        ``max_rows // running`` wide and at least one, so the tokens are the same for every value;
-        None: `default_max_rows`.
+    slots: size of the cache; a request waits until it fits.
+    request_slots: most slots that one request may need; None: all.
+    max_rows: rows that one forward should have; None: `default_max_rows`. A lossless session
+        speculates ``max_rows // running`` wide, at least one; its tokens do not depend on it.
     static: pad forwards to a few fixed sizes, on a GPU as CUDA graphs
         (`decode.engine.cuda_graphs`); None: there alone.
-    prefill_rows: most rows of prompts, and of steps larger than this, in one forward. What is more
-        waits, or is fed in pieces where the mask allows it exactly (`decode.engine.pieces`), so
-        that a long prompt does not hold up the requests that run. Each piece is a forward of its
-        request and a call in its result. None: every step whole.
-    reuse_prefixes: copy rows of a prompt that another request has fed, where the mask allows it
-        exactly (`decode.engine.prefixes`). The model's weights must then stay as they are.
+    prefill_rows: most rows of prompts, and of other steps that are larger, in one forward, so that
+        a long prompt does not hold up the requests that run. Further rows wait, or are fed in
+        pieces where the mask allows that exactly (`decode.engine.pieces`); each piece is a forward
+        of its request and a call in its result. None: every step whole.
+    reuse_prefixes: copy the rows of a prompt that another request has fed, where the mask allows
+        that exactly (`decode.engine.prefixes`). The weights must then stay as they are.
     """
 
     def __init__(
@@ -170,15 +166,13 @@ class Engine:
         self.early = cuda  # start the next forward before events are taken
         # The forward under way: its steps with their requests, what each wants, and its table.
         self._started: tuple[Fed, list[PredictionRequest], PendingTable] | None = None
-        self._early_error: Exception | None = None  # of a forward that was started early
 
     def submit(self, request: Request) -> None:
         """Queue a request; it enters when there is room. Allowed while the engine runs."""
         self.waiting.append(request)
 
     def check_size(self, request: Request) -> None:
-        """Raise InputError for a request that the cache can never hold, or that needs more of it
-        than one may."""
+        """Raise InputError if a request needs more slots than the cache has or one may take."""
         slots = request.session.slots
         if slots > self.pool.slots:
             raise InputError(f"needs {slots} slots of the cache, which has {self.pool.slots}")
@@ -189,14 +183,14 @@ class Engine:
             )
 
     def close(self) -> None:
-        """Give cache and graphs back, for the model's next engine; one that is forgotten does so by
-        itself. What still runs is dropped, and nothing may be asked of the engine after it."""
+        """Give cache and graphs back for the model's next engine, as an engine that is collected
+        does. Requests that run are dropped; the engine must not be used any more."""
         if self._give_back is not None:
             self._give_back()
 
     @property
     def busy(self) -> bool:
-        """Say whether a request runs, waits, or has an event that nobody took."""
+        """Say whether a request runs, waits, or has an event that was not returned yet."""
         return bool(self.waiting or self.running or self._failed)
 
     def run(self) -> Iterator[Event]:
@@ -205,8 +199,8 @@ class Engine:
             yield from self.advance()
 
     def cancel(self, request: Request) -> bool:
-        """Take a request out, whether it waits, runs or is in a forward that was started early: no
-        event of it follows and its slots are free. False where it was not there (any more)."""
+        """Take a request out, whether it waits, runs or is in a forward that was started early: it
+        has no further event and its slots are free. Returns False if it was not there."""
         if request in self.waiting:
             self.waiting.remove(request)
         elif request in self.running:
@@ -216,11 +210,8 @@ class Engine:
         return True
 
     def advance(self) -> list[Event]:
-        """Do one forward; returns the events of the requests that were in it. On a GPU the next one
-        is started before, so that it runs beside what the caller does with them."""
-        error, self._early_error = self._early_error, None
-        if error is not None:
-            raise error
+        """Do one forward; returns the events of its requests. On a GPU the next forward is started
+        first, so that it runs while the caller handles the events."""
         cuda = self.device.type == "cuda"
         with as_current(self.device) if cuda else nullcontext():
             # None at the first call, and where nothing was left to start at the end of the last.
@@ -228,30 +219,28 @@ class Engine:
                 self._start_forward()
             events = self._finish_forward()
             if self.early:
-                try:
+                # These events are not lost to what it raises: the next call starts it again.
+                with suppress(Exception):
                     self._start_forward()
-                except Exception as error:  # of the next call: these events are not lost to it
-                    self._early_error = error
         failed, self._failed = self._failed, []
         return events + failed
 
-    def _width(self) -> int:
-        """Compute how wide a session may speculate: its share of the next forward's rows."""
+    def _share(self) -> float:
+        """Compute each session's share of the next forward's rows."""
         count = min(self.batch_size, len(self.running) + len(self.waiting))
-        return max(1, self.max_rows // max(1, count))
+        return self.max_rows / max(1, count)
 
     def _admit(self) -> None:
         rows = 0  # of prompts that enter
         while self.waiting and len(self.running) < self.batch_size:
             request = self.waiting[0]
             try:
-                step = request.begin(self._width())
+                step = request.begin(self._share())
                 if rows and self.prefill_rows is None and rows + len(step.tokens) > WHOLE_ROWS:
                     return
                 base = self._place(request, step)
             except Exception as error:
-                # It can never run: it leaves the queue with its error, and those behind it are
-                # looked at.
+                # It can never run: it leaves the queue, and the next one is looked at.
                 event = self.waiting.popleft().fail(error, time.perf_counter())
                 self._failed.append(event)
                 continue
@@ -263,12 +252,12 @@ class Engine:
             rows += len(step.tokens)
 
     def _place(self, request: Request, step: Step) -> int | None:
-        """Find where the slots of a request begin, None where there is no room now."""
+        """Allocate a request's slots; returns the first, None if there is no room now."""
         self.check_size(request)
         slots = request.session.slots
         base = self.pool.allocate(slots)
         if base is None and self.prefixes is not None:
-            self.prefixes.wanted(Feed(step))  # what it will want is given up last
+            self.prefixes.wanted(Feed(step))  # its own prefix is evicted last
             while base is None and (kept := self.prefixes.evict()) is not None:
                 self.pool.free(kept)
                 base = self.pool.allocate(slots)
@@ -282,11 +271,10 @@ class Engine:
                 return
             self.prefixes.drop(request.base)
         if clear:
-            # A slot that a row does not see may still enter its attention at a weight of 0, and 0
-            # times NaN is NaN: what a failed request wrote must not await the next owner of its
-            # slots.
+            # A slot that a row does not see may enter its attention at a weight of 0, and 0 times
+            # NaN is NaN: the next owner of the slots must not find what a failed request wrote.
             self.cache.clear(request.base, self.pool.end(request.base))
-            if self.static is not None:  # nor the slot of the rows that pad, which met it, too
+            if self.static is not None:  # the rows that pad have met it, too
                 self.cache.clear(self.static.slots, self.static.slots + 1)
         self.pool.free(request.base)
 
@@ -298,11 +286,9 @@ class Engine:
         else:
             fed = [(r, r.step) for r in self.running if r.step is not None]
         if fed:
-            # In the order of their slots, however they came and went: rows that lie together see
-            # keys that lie together, and attention loads tiles of both.
+            # In the order of their slots: attention loads tiles of neighbouring rows and keys.
             fed.sort(key=lambda pair: pair[0].base)
-            # A step belongs to the forward that it was started in: a request that is cancelled
-            # now, or admitted, changes the next one only.
+            # A request that is cancelled or admitted from now on changes the next forward only.
             self._started = fed, *self._start(fed)
 
     def _start(
@@ -320,18 +306,18 @@ class Engine:
         self.forwards += 1
         self.rows += len(rows.tokens)
         pending = self.static.start(rows, wanted) if static and self.static else None
-        # No GPU, or more rows than any fixed size has.
+        # Without graphs, or with more rows than any fixed size has.
         return groups, pending or self._compute(rows, wanted)
 
     def _pieces(self) -> Fed:
-        """Copy rows that others have fed, and choose the pieces of steps that are fed now."""
+        """Copy rows that other requests have fed; choose the pieces of steps to feed now."""
         feeds = []
         for request in self.running:
             if request.feed is None and request.step is not None:
                 request.feed = Feed(request.step, first=not request.calls)
             feed = request.feed
             assert feed is not None
-            # Also of one that has waited for its turn: another may have fed the rows meanwhile.
+            # Also if it waited for its turn: another request may have fed the rows meanwhile.
             if self.prefixes is not None and feed.first and not feed.fed:
                 self.prefixes.fill(request.base, feed)
             feeds.append((request, feed))
@@ -345,7 +331,7 @@ class Engine:
         return fed
 
     def _compute(self, flat: FlatRows, wanted: Wanted) -> PendingTable:
-        """Compute a forward of any number of rows; what it returns waits for the table."""
+        """Compute a forward of any number of rows."""
         with torch.inference_mode():
             rows = flat.on(self.device)
             # Each layer writes keys and values to these slots before its rows attend, so rows of
@@ -363,27 +349,25 @@ class Engine:
             return []
         (fed, groups, pending), self._started = self._started, None
         found = split(pending(), groups)
-        width, events = self._width(), []
+        share, events = self._share(), []
         for (request, step), predictions in zip(fed, found, strict=True):
             if request not in self.running:
                 continue  # it was cancelled meanwhile
             if predictions is None and (len(fed) > 1 or request.feed is not None):
                 predictions = self._alone(request, step)
-            request.session.width = width
+            request.session.share = share
             events.append(self._accept(request, step, predictions))
         return events
 
     def _alone(self, request: Request, step: Step) -> Predictions | None:
-        """Compute a step again without the others. NaN may come from a neighbour in the batch, or
-        from one that fed rows before it: a row that sees nothing of it has still met it, at a
-        weight of 0."""
+        """Compute a step again without the other requests, whose NaN it may have met: in this
+        forward, or in one that fed rows before it."""
         whole = step if request.feed is None else request.feed.anew()
         groups, pending = self._start([(request, whole)], static=False)
         return split(pending(), groups)[0]
 
     def _accept(self, request: Request, step: Step, predictions: Predictions | None) -> Event:
-        """Hand a request its predictions; returns the event that says what they changed. An error
-        of the request's own ends it here and goes no further."""
+        """Hand a request its predictions; returns the event. The request's own error ends it."""
         now, feed = time.perf_counter(), request.feed
         try:
             request.accept(step, predictions, now)
@@ -394,6 +378,6 @@ class Engine:
             self._release(request)
             return request.fail(error, now)
         if request.done:
-            # Logits that were read are finite, so its rows are, and add 0 at a weight of 0.
+            # Its logits were finite, so what it wrote is, and adds 0 at a weight of 0.
             self._release(request, clear=not len(step.read))
         return event

@@ -113,17 +113,10 @@ class Part(NamedTuple):
         return self.end - self.start
 
 
-def causal_parts(length: int, given: int) -> Iterator[Part]:
-    """Cut the sequence into pieces; its last row predicts nothing of it."""
-    for start in range(0, length - 1, ROWS):
-        end = min(start + ROWS, length - 1)
-        reads = [(p - start, p + 1) for p in range(start, end) if p + 1 >= given]
-        yield Part(start, end, None, reads)
-
-
-def block_parts(length: int, given: int, ends: Ints, size: int, shift: int) -> Iterator[Part]:
+def parts_of(length: int, given: int, ends: Ints, size: int, shift: int) -> Iterator[Part]:
     """Feed each block once for each of its positions that is predicted, then once in its final
-    tokens, which the next one sees. ends: ``[length]``, of each position's block."""
+    tokens, which the next one sees. A causal model has blocks of 1, of which the row before
+    predicts the only position. ends: ``[length]``, of each position's block."""
     start = 0
     while start < length:
         end = int(ends[start])  # the last one's may be cut off here
@@ -144,12 +137,11 @@ class LikelihoodSession(Session):
         super().__init__(ids, 0, contract)
         size = decoder.block_size
         self.ends = visible_ends(len(ids), decoder.given, contract)
-        if mask_kind(contract) == "causal":
-            parts = causal_parts(len(ids), decoder.given)
-            self.scratch = 0
-        else:
-            parts = block_parts(len(ids), decoder.given, self.ends, size, contract.logit_shift)
-            self.scratch = max(size, min(ROWS, size * (len(ids) - decoder.given)))
+        causal = mask_kind(contract) == "causal"
+        shift = 1 if causal else contract.logit_shift
+        parts = parts_of(len(ids), decoder.given, self.ends, size, shift)
+        copies = min(ROWS, size * (len(ids) - decoder.given))  # rows of them in a forward
+        self.scratch = 0 if causal else max(size, copies)
         # Nothing is predicted of a single token; it still has one forward, as every request.
         self.parts = deque(parts) or deque([Part(0, int(self.ends[0]), None, [])])
         self.predicted: Ints = np.zeros(0, dtype=np.int64)

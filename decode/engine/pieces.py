@@ -25,12 +25,12 @@ from decode.step import Ints, Predictions, Step
 
 
 def allowed_cuts(step: Step, *, unwritten: int = -1) -> Ints:
-    """Find the numbers of rows, ascending, that may be fed in a forward before the rest, to compute
-    what they would in one; the last is all rows. The rows that are read before a cut are also the
-    first that the step reads, so that predictions and draws keep their order.
+    """Find after how many rows a step may be cut without changing what it computes: ascending, the
+    last is all rows. The rows read before a cut are the first that the step reads, so that
+    predictions and draws keep their order.
 
-    unwritten: the row that is taken to write a slot that none of them does; by default it holds
-    what it held before. The number of rows forbids every cut after a row that sees such a slot.
+    unwritten: which row is taken to write a slot that no row of the step writes. By default none,
+    the slot holds what it held; the number of rows forbids all cuts after a row that sees it.
     """
     rows = np.arange(len(step.tokens))
     writer = np.full(max(int(step.slots.max()) + 1, int(step.spans.max())), unwritten)
@@ -59,11 +59,12 @@ def _largest(values: Ints, ranges: Ints) -> Ints:
 class Feed:
     """A request's step on its way into the cache.
 
-    first: it is its request's first, mostly prompt.
-    copied: leading rows whose keys and values came from another request (`decode.engine.prefixes`);
-        of them only those that are read are fed.
-    fed: rows before it were in an earlier forward. stop: where the running piece ends.
-    waited: forwards that it was looked at for.
+    first: it is its request's first step, mostly prompt.
+    copied: leading rows whose keys and values were copied from another request
+        (`decode.engine.prefixes`); of these only the rows that are read are fed.
+    fed: rows before it were in an earlier forward.
+    stop: where the current piece ends.
+    waited: forwards in which it had to compete for room.
     """
 
     def __init__(self, step: Step, *, first: bool = False):
@@ -83,12 +84,12 @@ class Feed:
 
     @property
     def begin(self) -> int:
-        """The first row to feed, but for copied ones that are read."""
+        """The first row to feed, apart from copied rows that are read."""
         return max(self.copied, self.fed)
 
     @property
     def again(self) -> Ints:
-        """Copied rows that the next piece feeds all the same, to read them."""
+        """Copied rows that the next piece feeds because they are read."""
         read = self.step.read
         return np.unique(read[(read >= self.fed) & (read < self.copied)])
 
@@ -103,31 +104,32 @@ class Feed:
         return len(self.step.tokens) - self.begin + len(self.again)
 
     def cut(self, room: int) -> int:
-        """Find the last row where a piece of at most `room` rows may end; 0: there is none."""
+        """Find the end of the largest piece of at most `room` rows, 0 if there is none."""
         last = room + self.begin - len(self.again)
         fits = self.cuts[(self.cuts > self.begin) & (self.cuts <= last)]
         return int(fits[-1]) if len(fits) else 0
 
     def smallest(self) -> int:
-        """Find where the smallest piece ends."""
+        """Find the end of the smallest piece."""
         return int(self.cuts[np.searchsorted(self.cuts, self.begin, "right")])
 
     def piece(self, stop: int) -> Step:
-        """Make the step that feeds the rows up to `stop` that were not fed yet."""
+        """Make the step that feeds the remaining rows up to `stop`."""
         self.stop = stop
         if not self.begin and stop == len(self.step.tokens):
             return self.step
         return self._of(np.concatenate((self.again, np.arange(self.begin, stop))))
 
     def anew(self) -> Step:
-        """Make the running piece again, with all that was fed or copied before it fed once more."""
+        """Make the current piece again, with all rows before it fed once more."""
         return self._of(np.arange(self.stop))
 
     def take(self, predictions: Predictions) -> Predictions | None:
-        """Take those of the last piece; returns all of the step's once it was fed, None before."""
+        """Take those of the current piece; returns the whole step's with the last piece, else
+        None."""
         self._found.append(predictions)
         self.fed = self.stop
-        return _joined(self._found) if self.fed == len(self.step.tokens) else None
+        return Predictions.joined(self._found) if self.fed == len(self.step.tokens) else None
 
     def _of(self, rows: Ints) -> Step:
         """Make a step of some rows, with the reads from `fed` up to `stop`."""
@@ -147,23 +149,12 @@ class Feed:
         )
 
 
-def _joined(parts: list[Predictions]) -> Predictions:
-    if len(parts) == 1:
-        return parts[0]
-    columns = [
-        None if column[0] is None else np.concatenate(column)
-        for column in zip(*(vars(part).values() for part in parts), strict=True)
-    ]
-    return Predictions(*columns)  # type: ignore[arg-type]
-
-
 def share(feeds: Sequence[Feed], rows: int) -> list[int]:
-    """Choose up to which of its rows each is fed in the next forward; 0: not at all.
+    """Choose up to which row each is fed in the next forward; 0: not at all.
 
-    First steps, and steps of more than `rows` rows, have together at most `rows` rows in it, who
-    waits longest first; all others go along whole, on top. A piece that cannot be so small (a
-    bidirectional prompt) is the only one of its forward, and the others' steps go along as ever:
-    were it to run by itself, they would wait for it and for the forward after it.
+    First steps, and steps of more than `rows` rows, have at most `rows` rows together; the one that
+    has waited longest comes first. All other steps are fed whole, on top. A piece that cannot be so
+    small (a bidirectional prompt) is the only one of its forward, but the other steps go along.
     """
     stops = [len(feed.step.tokens) for feed in feeds]
     bounded = [i for i, feed in enumerate(feeds) if feed.first or feed.fed or feed.left > rows]

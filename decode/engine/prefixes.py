@@ -27,8 +27,8 @@ from decode.step import Ints, Step
 class Source:
     """The first step of a request, once it was fed.
 
-    final: rows before it are in its slots as that step left them. ended: its request is done, its
-    slots are kept only for others.
+    final: rows before it are in its slots as that step left them.
+    ended: its request is done, its slots are kept only for others to copy.
     """
 
     def __init__(self, feed: Feed):
@@ -39,8 +39,8 @@ class Source:
         self._row[feed.step.slots] = np.arange(self.final)
 
     def note(self, later: Step) -> None:
-        """Find which rows another step of the request overwrites. A row that is fed again only to
-        be read (Dream's before a block) is not changed by it."""
+        """Find which rows a later step of the request changes. A row that is fed again only to be
+        read (Dream's before a block) stays as it is."""
         fed = np.flatnonzero(later.slots < len(self._row))
         rows = self._row[later.slots[fed]]
         fed, rows = fed[rows >= 0], rows[rows >= 0]
@@ -48,9 +48,9 @@ class Source:
         self.final = min(self.final, int(changed.min(initial=self.final)))
 
     def common(self, feed: Feed) -> int:
-        """Count the leading rows of a first step that are here."""
-        # Never all: a step that is nothing but copied would be a bidirectional one of an equal
-        # request, at one moment of its decoding.
+        """Count the leading rows of a first step that may be copied from this one."""
+        # Never all: only a bidirectional step of an equal request could be copied whole, and that
+        # only at one moment of its decoding.
         most = min(self.final, len(feed.step.tokens) - 1)
         if not most or self.feed.step.tokens[0] != feed.step.tokens[0]:
             return 0
@@ -62,13 +62,15 @@ class Source:
 
     @property
     def useful(self) -> bool:
-        """Say whether another request could have a row of it."""
+        """Say whether another request could copy a row."""
         return bool((self.feed.closed <= self.final).any())
 
 
 class Prefixes:
-    """LRU of prompts whose rows are still in the cache, keyed by first slot. reused_rows: how many
-    rows were copied and not fed."""
+    """LRU of prompts whose rows are still in the cache, keyed by first slot.
+
+    reused_rows: how many rows were copied and not fed.
+    """
 
     def __init__(self, cache: SlotCache):
         self.cache = cache
@@ -80,7 +82,7 @@ class Prefixes:
         self._sources[base] = Source(feed)
 
     def note(self, base: int, step: Step) -> None:
-        """Take note that a step of the request at `base` is fed next."""
+        """Note that a step of the request at `base` is fed next."""
         if base in self._sources:
             self._sources[base].note(step)
 
@@ -89,7 +91,7 @@ class Prefixes:
         self._sources.pop(base, None)
 
     def keep(self, base: int) -> bool:
-        """Say of a request that is done whether its slots are kept until `evict` names them."""
+        """Say whether the slots of a request that is done are kept, until `evict` returns them."""
         source = self._sources.pop(base, None)
         if source is None or not source.useful:
             return False
@@ -98,15 +100,15 @@ class Prefixes:
         return True
 
     def evict(self) -> int | None:
-        """Give up a finished request: where its slots begin, None where none are kept."""
+        """Give up the oldest finished request; returns its first slot, None if there is none."""
         base = next((base for base, source in self._sources.items() if source.ended), None)
         if base is not None:
             self.drop(base)
         return base
 
     def wanted(self, feed: Feed) -> tuple[int, int]:
-        """Find the request that has most of a first step, and let it be given up last: (where its
-        slots begin, how many leading rows are there); (0, 0) where none has any."""
+        """Find the request that has most rows of a first step, to be evicted last. Returns its
+        first slot and how many leading rows it has, (0, 0) if there is none."""
         found = {base: source.common(feed) for base, source in self._sources.items()}
         base = max(found, key=found.__getitem__, default=0)
         if not found.get(base):
@@ -115,7 +117,7 @@ class Prefixes:
         return base, found[base]
 
     def fill(self, base: int, feed: Feed) -> None:
-        """Copy what there is of a first step that was not begun into the slots from `base` on."""
+        """Copy what another request has of a first step into the slots from `base` on."""
         source, rows = self.wanted(feed)
         if rows <= feed.copied:
             return

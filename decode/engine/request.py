@@ -51,18 +51,18 @@ class Request:
     def done(self) -> bool:
         return self.result is not None
 
-    def begin(self, width: int) -> Step:
-        """Make the first step, which may speculate as far as `width`. Raises what the session
+    def begin(self, share: float) -> Step:
+        """Make the first step, with a share of the engine's rows. Raises what the session
         raises."""
         if self.step is None:
-            self.session.width = width
+            self.session.share = share
             self.step = self.session.step()
         if self.step is None:  # it would run for ever, in no forward
             raise RequestError(f"the decoder {self.decoder.name} has no first step")
         return self.step
 
     def fail(self, error: Exception, now: float) -> Event:
-        """Give up for what was raised on its behalf; returns its last event."""
+        """End with an error that was raised on its behalf; returns the last event."""
         if not isinstance(error, InputError | RequestError):
             cause = error
             error = RequestError(
@@ -80,9 +80,9 @@ class Request:
         return Event(self.index, len(self.calls), [], result=self.result)
 
     def accept(self, fed: Step, predictions: Predictions | None, now: float) -> None:
-        """Take the predictions of its step, or of a piece of it; None where they are not finite. It
-        may be done then. Raises NonFiniteLogitsError, and what the session raises."""
-        self.calls.append((len(fed.tokens), fed.cached))  # also of a step that failed: it was run
+        """Take the predictions of its step or of a piece of it, None if they are not finite; it may
+        be done afterwards. Raises NonFiniteLogitsError, and what the session raises."""
+        self.calls.append((len(fed.tokens), fed.cached))  # also if it failed: the forward was run
         if predictions is None:
             raise NonFiniteLogitsError(
                 f"the model gave NaN or infinite logits at forward {len(self.calls)}"
@@ -97,8 +97,8 @@ class Request:
             self.reused_rows += self.feed.spared
             self.feed = None
         self.session.accept(whole)
-        # Ask for the next step at once: a request that is done leaves the batch before the next
-        # forward. A stop string in text that may still change ends nothing.
+        # Ask for the next step at once: a request that is done leaves before the next forward.
+        # A stop string counts only in text that can no longer change.
         stopped = self.decoder.stop and self._stop(self.session.settled) is not None
         self.step = None if stopped else self.session.step()
         if self.step is None:
@@ -117,10 +117,10 @@ class Request:
         )
 
     def _finish(self, now: float) -> Result:
-        # Only what is settled: behind it there may be decided tokens with masks in between.
+        # Behind what is settled there may be decided tokens with masks in between.
         tokens = self.session.settled
         reason: FinishReason = "length"
-        # The end id is looked for first: a stop string behind it is not in the response.
+        # First the end id: a stop string behind it is not in the response.
         ends = [i for i, token in enumerate(tokens) if token in self.contract.end_ids]
         if ends:
             tokens, reason = tokens[: ends[0]], "end"
@@ -153,8 +153,8 @@ class Request:
         """Cut tokens at the first stop string: the tokens whose text lies wholly before it, and the
         text before it. None where no stop string is in the text.
 
-        First is the one that ends first, of those the longest: what follows it, which a wide
-        forward settles too, changes nothing.
+        First is the one that ends first, of several the longest, so that tokens behind it, which a
+        wide forward settles too, change nothing.
         """
         if not self.decoder.stop:
             return None

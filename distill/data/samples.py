@@ -11,7 +11,7 @@ from __future__ import annotations
 import hashlib
 import json
 import reprlib
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -112,37 +112,41 @@ def _text(row: Any, name: str) -> str:
 
 
 class Encoder:
-    """Turns rows of text into ids.
+    """Turn rows of text into ids.
 
-    end_id: the token that ends a response. mask_id: no text may contain it; None where the model
-    has none. Raises InputError for a tokenizer without the chat template or the end token that the
-    configuration wants.
+    end_ids: tokens that decoding stops at; the first, or that of `data.end_token`, ends a response.
+    mask_id: no text may contain it; None where the model has none. Raises InputError for a
+    tokenizer without the chat template or the end token that the configuration wants.
     """
 
     def __init__(
         self,
         data: Data,
         tokenizer: PreTrainedTokenizerBase,
-        end_id: int,
+        end_ids: Sequence[int],
         mask_id: int | None,
     ):
         self.tokenizer, self.mask_id, self.layout = tokenizer, mask_id, data.layout
         self.templated = data.chat_template == "tokenizer"
-        # A row full of the longest token: a longer text cannot fit, and its rest is not read.
-        self.row_length = data.row_length
-        self.most = data.row_length * max(map(len, tokenizer.get_vocab()))
         if self.templated and tokenizer.chat_template is None:
             raise InputError(
                 f"the tokenizer {tokenizer.name_or_path or ''} has no chat template: take the "
                 "tokenizer of the instruction-tuned model, save this one with a chat_template, or "
                 "set data.chat_template: none, which takes prompts as they are"
             )
-        self.end_id = end_id
+        if not end_ids:
+            raise InputError("training needs a model with an end token, this one has none")
+        self.end_id = end_ids[0]
         if data.end_token is not None:
             self.end_id = tokenizer.get_vocab().get(data.end_token, -1)
             if self.end_id < 0:
                 raise InputError(
                     f"data.end_token must be a token of the tokenizer, got {data.end_token!r}"
+                )
+            if self.end_id not in end_ids:
+                raise InputError(
+                    f"data.end_token {data.end_token!r} has id {self.end_id}, but decoding stops "
+                    f"at {', '.join(map(str, end_ids))}"
                 )
 
     def encode_rows(self, batch: Mapping[str, list[Any]]) -> dict[str, list[Any]]:
@@ -174,15 +178,10 @@ class Encoder:
         # All in one call, which fast tokenizers do in parallel. A template writes its own special
         # tokens. A response goes on where the prompt's text ends: no special token may stand
         # between them.
-        asked = [prompt for prompt, _ in texts]
-        heads = [prompt[: self.most + 1] for prompt in asked]
-        prompts = self.tokenizer(heads, add_special_tokens=not self.templated)["input_ids"]
-        answers = [response[: self.most + 1] for _, response in texts]
+        asked, answers = [prompt for prompt, _ in texts], [response for _, response in texts]
+        prompts = self.tokenizer(asked, add_special_tokens=not self.templated)["input_ids"]
         responses = self.tokenizer(answers, add_special_tokens=False)["input_ids"]
         for i, (prompt, response) in enumerate(zip(prompts, responses, strict=True)):
-            # A tokenizer that drops or joins characters leaves room for more of them.
-            if max(map(len, texts[i])) > self.most and len(prompt + response) < self.row_length:
-                errors[i] = errors[i] or f"a row has {self.most} characters at most"
             if errors[i] is None:
                 errors[i] = self._refusal(prompt, response)
             if errors[i] is not None:
@@ -204,7 +203,7 @@ class Encoder:
         backend = getattr(self.tokenizer, "backend_tokenizer", None)
         layout = None if self.layout is None else self.layout.model_dump()
         parts = [backend and backend.to_str(), str(self.tokenizer.chat_template), layout]
-        return json.dumps([*parts, self.templated, self.end_id, self.mask_id, self.most])
+        return json.dumps([*parts, self.templated, self.end_id, self.mask_id])
 
     def _texts(self, row: Any) -> tuple[str, str]:
         """Render the prompt up to where the response begins. Raises BadRecord."""
@@ -297,9 +296,8 @@ class Rows:
             known = data.model_dump(include=limits, exclude_none=True)
             said = ", ".join(f"data.{name} is {value}" for name, value in known.items())
             raise InputError(
-                f"{self.where(row)}: the prompt has {_at_least(prompt[row], data)} tokens and the "
-                f"response {_at_least(response[row], data)}, {said}; data.on_long: drop or "
-                "truncate goes on without it"
+                f"{self.where(row)}: the prompt has {prompt[row]} tokens and the response "
+                f"{response[row]}, {said}; data.on_long: drop or truncate goes on without it"
             )
         self.refuse_nothing_left()
 
@@ -355,11 +353,6 @@ class Rows:
             raise InputError(f"no row is left to train on; {self.report()}")
 
 
-def _at_least(tokens: int, data: Data) -> str:
-    """Write a length; what lies far behind a row's end was not counted."""
-    return f"{tokens}" if tokens <= data.row_length else f"over {data.row_length}"
-
-
 def _wanted(name: str, there: list[str], layout: Columns | None) -> list[str]:
     """Choose the columns to read: others (images, embeddings) are not decoded."""
     found: set[str] = set()
@@ -389,7 +382,6 @@ def _encoded(source: Any, encoder: Encoder) -> Any:
     return source.map(
         encoder.encode_rows,
         batched=True,
-        batch_size=100,  # of which each may be a row full of the longest token
         remove_columns=source.column_names,
         features=datasets.Features(prompt=ids, response=ids, error=text, asked=text, text=text),
         cache_file_name=str(place),

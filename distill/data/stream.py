@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -17,7 +17,6 @@ from distill.config import Data
 from distill.data.samples import Encoder, HeldOut, Placed, Rows, Sample
 
 if TYPE_CHECKING:
-    from d2f.model import DiffusionModel
     from distill.config import TrainConfig
 
 _AT_ONCE = 1000  # samples
@@ -26,10 +25,10 @@ _AT_ONCE = 1000  # samples
 class Stream:
     """Samples by index. `sample(i)` does not depend on any other call.
 
-    end_id: fills the tail, and ends a response where `data.end_token` does not say otherwise. tail:
-    whether samples carry end tokens after the first. mask_id: the model's, which no text of a file
-    may contain. rows: of a file or data set, None for generated tasks. held_out: what is kept for a
-    held-out loss. Raises InputError for data that cannot be trained on.
+    end_ids: the first fills the tail, and ends a response where `data.end_token` does not say
+    otherwise. tail: whether samples carry end tokens after the first. mask_id: the model's, which
+    no text of a file may contain. rows: of a file or data set, None for generated tasks. held_out:
+    what is kept for a held-out loss. Raises InputError for data that cannot be trained on.
     """
 
     rows: Rows | None = None
@@ -40,13 +39,13 @@ class Stream:
         self,
         data: Data,
         tokenizer: PreTrainedTokenizerBase,
-        end_id: int,
+        end_ids: Sequence[int],
         seed: int,
         tail: bool,
         mask_id: int | None = None,
     ):
-        self.data, self.end_id, self.seed, self.tail = data, end_id, seed, tail
-        self.encoder = Encoder(data, tokenizer, end_id, mask_id)
+        self.data, self.end_ids, self.seed, self.tail = data, end_ids, seed, tail
+        self.encoder = Encoder(data, tokenizer, end_ids, mask_id)
         if data.tasks is None:
             self.rows = Rows(data, self.encoder)
 
@@ -109,7 +108,7 @@ class Stream:
                 extra = max(0, full - answer)
             else:
                 extra = int(rng.integers(self.data.short_tail + 1))
-            response = response + [self.end_id] * min(extra, room)
+            response = response + [self.end_ids[0]] * min(extra, room)
         return Sample(index, prompt, response, answer)
 
     @property
@@ -148,22 +147,6 @@ class Stream:
         assert self.rows is not None
         found = self.rows.hold_out(most, self.seed)
         return [self._with_tail(row, *ids) for row, ids in found.items()]
-
-
-def make_stream(config: TrainConfig, model: DiffusionModel, *, tail: bool) -> Stream:
-    """Make the stream of a run. tail: see Stream. Raises InputError, before any row is read, for a
-    model or tokenizer that cannot be trained with."""
-    data, tokenizer, ends = config.data, model.tokenizer, model.end_ids
-    name = config.init or config.tokenizer or "this model"
-    if tokenizer is None or not ends:
-        raise InputError(f"{name}: training needs a tokenizer with an end token, got none")
-    end_id = Encoder(data, tokenizer, ends[0], model.mask_id).end_id
-    if end_id not in ends:
-        raise InputError(
-            f"data.end_token {data.end_token!r} has id {end_id}, but decoding stops at "
-            f"{', '.join(map(str, ends))}"
-        )
-    return Stream(data, tokenizer, ends[0], config.seed, tail, model.mask_id)
 
 
 def fill_rows(stream: Stream, first: int) -> tuple[list[list[Placed]], int]:
@@ -262,7 +245,7 @@ def hold_out(config: TrainConfig, stream: Stream) -> HeldOut | None:
         nothing = dict.fromkeys(("tasks", "dataset", "dataset_config", "split"))
         data = stream.data.model_copy(update=nothing | {"file": settings.loss_file})
         tokenizer, mask_id = stream.encoder.tokenizer, stream.encoder.mask_id
-        source = Stream(data, tokenizer, stream.end_id, stream.seed, stream.tail, mask_id)
+        source = Stream(data, tokenizer, stream.end_ids, stream.seed, stream.tail, mask_id)
     assert source.rows is not None
     asked, texts = source.rows.hashes("asked"), source.rows.hashes("text")
     trained = None if stream.rows is None else set(stream.rows.hashes("text").values())

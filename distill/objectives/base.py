@@ -28,7 +28,7 @@ from d2f.errors import InputError
 from d2f.model import DiffusionModel
 from distill.config import Options, TrainConfig
 from distill.data.samples import Placed, Sample
-from distill.data.stream import Stream, hold_out, make_stream
+from distill.data.stream import Stream, hold_out
 
 Rows = list[list[Placed]]
 Ints = NDArray[np.int64]
@@ -101,6 +101,8 @@ class Objective(nn.Module):
         self.network = model.adapter or model.backbone
         self._no_split_modules = model.backbone._no_split_modules  # what FSDP shards one by one
         self.config, self.tail = config, config.objective.has_tail
+        self.options: Any = config.objective
+        self.block_shares: dict[int, float] = self.options.block_shares
         self.attention: Way | None = None  # None: as decoding chooses
         self.mask_ratio: float | None = None  # of a held-out loss; None: its own noise
         self.reads_teacher = config.objective.has_teacher
@@ -118,16 +120,14 @@ class Objective(nn.Module):
         """Return a warning to print before the run begins, None where there is nothing to doubt."""
         return None
 
-    @classmethod
-    def loss_bytes(cls, model: DiffusionModel, config: TrainConfig, reads: int) -> int:
-        """Return the memory of the loss on `reads` rows: logits as the head gives them, in fp32,
-        and one fp32 tensor computed of them."""
-        return reads * model.vocab_size * (logit_bytes(config) + 8)
-
     def stream(self) -> Stream:
         """Return the samples that it trains on, with those that are held out. Raises InputError."""
-        stream = make_stream(self.config, self.model, tail=self.tail)
-        stream.held_out = hold_out(self.config, stream)
+        model, config = self.model, self.config
+        assert model.tokenizer is not None
+        stream = Stream(
+            config.data, model.tokenizer, model.end_ids, config.seed, self.tail, model.mask_id
+        )
+        stream.held_out = hold_out(config, stream)
         return stream
 
     # A sample's noise, from (seed, sample index) and nothing else.
@@ -166,7 +166,7 @@ class Objective(nn.Module):
 
     def block_size(self, sample: Sample) -> int:
         """Draw the size of a sample's blocks by the configured shares."""
-        shares = self.config.objective.block_shares
+        shares = self.block_shares
         if len(shares) == 1:
             return next(iter(shares))
         rng = noise.sample_rng(self.config.seed, sample.index, noise.BLOCKS)
@@ -316,11 +316,6 @@ def gathered(tensor: Tensor) -> Tensor:
         with deepspeed.zero.GatheredParameters([tensor]):
             return tensor.detach().clone()
     return tensor
-
-
-def logit_bytes(config: TrainConfig) -> int:
-    """Return the bytes of a logit as the head gives it."""
-    return 4 if config.mixed_precision == "no" else 2
 
 
 LOGITS_BYTES = 64 << 20  # of the fp32 logits that are there at a time

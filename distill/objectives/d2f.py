@@ -39,11 +39,10 @@ from distill.objectives.base import (
     Batch,
     Objective,
     gathered,
-    logit_bytes,
     rows_at_a_time,
     sum_in_parts,
 )
-from triton_kernels.masked_kl import masked_linear_kl, tile_shape
+from triton_kernels.masked_kl import masked_linear_kl
 
 # Keys that a named schedule sets: the official code's noise, the paper's, blocks in no order, the
 # states of the decoder's pipeline, block diffusion's states.
@@ -129,9 +128,7 @@ class D2F(Objective):
 
     def __init__(self, model: DiffusionModel, config: TrainConfig):
         super().__init__(model, config)
-        assert isinstance(config.objective, D2FOptions)
-        self.options = config.objective
-        path, sizes = self.options.noise.states, list(self.options.block_shares)
+        path, sizes = self.options.noise.states, list(self.block_shares)
         self.states = None if path is None else read_states(path)
         if self.states is not None and not set(sizes) <= set(self.states.by_size):
             raise InputError(
@@ -169,17 +166,6 @@ class D2F(Objective):
             f"warning: init {config.init} was never trained to read both sides ({why}), and is the "
             "teacher of objective d2f, read so: train it by objective masked_diffusion first"
         )
-
-    @classmethod
-    def loss_bytes(cls, model: DiffusionModel, config: TrainConfig, reads: int) -> int:
-        assert isinstance(config.objective, D2FOptions)
-        if config.objective.distill_target == "soft":
-            # A tile of two models' logits, as PyTorch computes on it; the kernel makes no copies.
-            rows, columns = tile_shape(reads, model.vocab_size, model.device)
-            return 2 * rows * columns * (logit_bytes(config) + 8)
-        if config.objective.distill_target == "reverse":
-            reads = min(2 * reads, rows_at_a_time(model.vocab_size))
-        return super().loss_bytes(model, config, reads)
 
     def state(self, sample: Sample) -> tuple[np.ndarray, np.ndarray]:
         settings, size = self.options.noise, self.block_size(sample)

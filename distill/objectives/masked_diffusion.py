@@ -84,11 +84,6 @@ class MaskedDiffusion(Objective):
 
     section = MaskedDiffusionOptions
 
-    def __init__(self, model: DiffusionModel, config: TrainConfig):
-        super().__init__(model, config)
-        assert isinstance(config.objective, MaskedDiffusionOptions)
-        self.noise = config.objective.noise
-
     @classmethod
     def check_model(cls, model: DiffusionModel, config: TrainConfig) -> None:
         super().check_model(model, config)
@@ -104,13 +99,13 @@ class MaskedDiffusion(Objective):
         if self.mask_ratio is not None:
             return False
         draw = noise.sample_rng(self.config.seed, sample.index, noise.CAUSAL).random()
-        return bool(draw < self.noise.causal_share)
+        return bool(draw < self.options.noise.causal_share)
 
     def draw(self, sample: Sample) -> tuple[np.ndarray, np.ndarray]:
         if self.is_causal(sample):
             return read_causally(sample)
         masked, weight = super().draw(sample)
-        p = self.noise.cart_p
+        p = self.options.noise.cart_p
         if p is not None and self.mask_ratio is None:
             by_context = noise.context_weights(masked, len(sample.prompt), p)
             weight = by_context * self.importance(sample)
@@ -121,7 +116,7 @@ class MaskedDiffusion(Objective):
         return spans.causal(len(sample)) if causal else spans.bidirectional(len(sample))
 
     def state(self, sample: Sample) -> tuple[np.ndarray, np.ndarray]:
-        settings, length, rng = self.noise, len(sample.response), self.rng(sample)
+        settings, length, rng = self.options.noise, len(sample.response), self.rng(sample)
         # Low discrepancy: consecutive samples, and so the samples of a step, cover the ratios
         # evenly.
         even = noise.even_draw(self.config.seed, sample.index)

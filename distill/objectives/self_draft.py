@@ -39,7 +39,7 @@ from d2f.parts import Gate, ModelParts
 from distill.config import Lora, Module, Options, TrainConfig
 from distill.data.samples import Sample
 from distill.objectives.base import Batch, Fed, Objective, TrainingPlan, gathered
-from triton_kernels.masked_kl import masked_linear_kl, tile_shape
+from triton_kernels.masked_kl import masked_linear_kl
 
 _Weights = Annotated[tuple[Annotated[float, Field(ge=0)], ...], Field(min_length=1)]
 
@@ -95,10 +95,9 @@ class SelfDraft(Objective):
     section, copies = SelfDraftOptions, 2
 
     def __init__(self, model: DiffusionModel, config: TrainConfig):
-        assert isinstance(config.objective, SelfDraftOptions) and model.tokenizer is not None
         make_self_drafting(model)
         super().__init__(model, config)
-        self.options, self.reads_teacher = config.objective, False  # clean rows of the same forward
+        self.reads_teacher = False  # its teacher is the clean rows of the same forward
         weights = self.options.weights or (1.0,) * self.options.drafts
         self.weights = np.array(weights) / max(weights)
 
@@ -106,11 +105,6 @@ class SelfDraft(Objective):
     def check_model(cls, model: DiffusionModel, config: TrainConfig) -> None:
         if model.is_diffusion:
             raise InputError(f"objective self_draft trains the family causal, got {model.family}")
-
-    @classmethod
-    def loss_bytes(cls, model: DiffusionModel, config: TrainConfig, reads: int) -> int:
-        rows, columns = tile_shape(reads, model.vocab_size, model.device)
-        return 2 * rows * columns * 12  # a tile of both logits, as PyTorch computes on it
 
     def anchors(self, sample: Sample) -> np.ndarray:
         """Draw the anchors, positions of the sample in ascending order: as many as draft rows fit

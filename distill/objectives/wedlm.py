@@ -69,11 +69,6 @@ class WeDLM(Objective):
 
     section, copies = WeDLMOptions, 2
 
-    def __init__(self, model: DiffusionModel, config: TrainConfig):
-        super().__init__(model, config)
-        assert isinstance(config.objective, WeDLMOptions)
-        self.options = config.objective
-
     @classmethod
     def check_model(cls, model: DiffusionModel, config: TrainConfig) -> None:
         super().check_model(model, config)

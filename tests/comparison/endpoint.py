@@ -70,14 +70,20 @@ def list_models(handler: Handler) -> None:
     handler.send(200, json.dumps({"data": [{"id": "served"}]}))
 
 
-def answering(text: Callable[[dict[str, Any]], str] = lambda body: "w1 w2", pause: float = 0.0):
-    """A behaviour that answers every request well, word by word if it is asked to stream."""
+def answering(
+    text: Callable[[dict[str, Any]], str] = lambda body: "w1 w2",
+    pause: float = 0.0,
+    tokens: int | None = None,
+) -> Behaviour:
+    """A behaviour that answers every request well, word by word if it is asked to stream. tokens:
+    that it counts, by default one a word and the end."""
 
     def behave(handler: Handler, body: dict[str, Any], number: int) -> None:
         whole = text(body)
+        counted = min(tokens or len(whole.split()) + 1, body["max_tokens"])
         time.sleep(pause)
         if not body.get("stream"):
-            usage = {"completion_tokens": len(whole.split()) + 1}
+            usage = {"completion_tokens": counted}
             choice = {"index": 0, "text": whole, "finish_reason": "stop"}
             handler.send(200, json.dumps({"choices": [choice], "usage": usage}))
             return
@@ -85,7 +91,7 @@ def answering(text: Callable[[dict[str, Any]], str] = lambda body: "w1 w2", paus
         for i, word in enumerate(whole.split(" ")):
             handler.piece(" " * (i > 0) + word)
         handler.piece("", "stop")
-        handler.finish_stream(len(whole.split()) + 1)
+        handler.finish_stream(counted)
 
     return behave
 

@@ -11,7 +11,12 @@ from decode.compare.client import NO_KEY, Client, check_endpoint
 from decode.compare.config import Endpoint, Limits
 from tests.comparison.endpoint import answering, endpoint
 
-QUICK = Limits(connect=2.0, silence=0.2, request=0.6)
+QUICK = Limits(connect=2.0, silence=0.15, request=0.4)
+
+
+@pytest.fixture(autouse=True)
+def impatient(monkeypatch):
+    monkeypatch.setattr("decode.compare.client.BACKOFF_SECONDS", 0.01)
 
 
 def ask(url, prompts, concurrency=1, *, stream=True, retries=2, stop=(), **more):
@@ -56,7 +61,7 @@ def test_a_request_says_the_rules():
 
 
 def hang(handler, body, number):
-    time.sleep(0.5)
+    time.sleep(0.3)
 
 
 def drop_at_once(handler, body, number):
@@ -71,7 +76,7 @@ def end_without_done(handler, body, number):
 def stop_in_the_middle(handler, body, number):
     handler.begin_stream()
     handler.piece("w1")
-    time.sleep(0.5)
+    time.sleep(0.3)
 
 
 def send_something_else(handler, body, number):
@@ -89,7 +94,7 @@ def fail(handler, body, number):
 
 
 def ignore_the_limit(handler, body, number):
-    answering(lambda body: "w " * 20)(handler, body, number)
+    answering(lambda body: "w " * 20)(handler, body | {"max_tokens": 99}, number)
 
 
 FAULTS = {
@@ -124,13 +129,13 @@ def test_a_fault_is_retried_and_one_that_stays_fails_its_request_alone(fault):
 def test_an_answer_that_never_ends_is_given_up():
     def trickle(handler, body, number):
         handler.begin_stream()
-        for _ in range(30):
+        for _ in range(12):
             handler.piece("w")
             time.sleep(0.05)
 
     with endpoint(trickle) as server:
         answer = ask(server.url, [[1]], retries=0).answers[0]
-    assert answer.error == "no answer within 0.6 s"
+    assert answer.error == "no answer within 0.4 s"
 
 
 def test_a_refused_request_is_not_sent_again():

@@ -12,17 +12,15 @@ import yaml
 
 import d2f
 import decode
-from benchmarks.tables import Summary
+from benchmarks import tables
 from d2f.errors import InputError
 from d2f.tasks import make_problems
-from decode.compare import entries, local
+from decode.compare import local
 from decode.compare.__main__ import main, measure, plan
-from decode.compare.client import Answer, Run
 from decode.compare.config import Transformers, identity, make_workloads, read_config
-from decode.compare.entries import wait_for_calm
 from decode.compare.local import Worker
 from decode.compare.report import Report
-from decode.compare.results import Record
+from decode.compare.results import Answer, Run
 from decode.display import ShownProgress
 from decode.ledger import Ledger
 from tests.comparison.conftest import make_fake_python
@@ -76,23 +74,23 @@ def load(folder):
 
 def records(folder):
     lines = map(json.loads, (folder / "out" / "measurements.jsonl").read_text().splitlines())
-    return [Record.from_json(run) for line in lines for run in line.get("runs", ())]
+    return [Run.from_json(run) for line in lines for run in line.get("runs", ())]
 
 
 class Here:
     """A worker in this process: starting one takes seconds. Those of transformers stay as they
     are."""
 
-    def __new__(cls, entries, workloads, verbose):
+    def __new__(cls, entries, verbose):
         if isinstance(entries[0], Transformers):
-            return Worker(entries, workloads, verbose)
+            return Worker(entries, verbose)
         return super().__new__(cls)
 
-    def __init__(self, entries, workloads, verbose):
-        self.facts = local._load_runners(entries, workloads)
+    def __init__(self, entries, verbose):
+        self.facts = local._load_runners(entries)
 
-    def run(self, name, workload, count, concurrency):
-        return local._run(name, workload.name, count, concurrency)
+    def run(self, name, prepared, concurrency):
+        return local._run(name, prepared, concurrency)
 
     def __enter__(self):
         return self
@@ -108,6 +106,7 @@ def finished(tmp_path_factory):
     with endpoint(answering(lambda body: "#### 7")) as server, pytest.MonkeyPatch.context() as m:
         m.setattr("sys.stdout", out := (folder / "printed").open("w+"))
         m.setattr("decode.compare.entries.Worker", Here)
+        m.setattr("decode.plots.DPI", 40)
         entries = [BASE, SWEPT, HF, remote(server.url)]
         python = make_fake_python(folder)
         path = configuration(folder, python, entries, concurrency=[1, 2], figures=True)
@@ -149,7 +148,7 @@ def test_answers_are_those_of_decode_generate(finished):
             assert 0 <= answer.submitted < answer.prefill <= answer.first <= answer.finished
 
 
-def test_the_report_says_what_a_reader_needs(finished):
+def test_the_report_says_what_a_reader_needs(finished, monkeypatch):
     folder, printed = finished
     report, out = load(folder), folder / "out"
     text = (out / "report.md").read_text()
@@ -159,15 +158,12 @@ def test_the_report_says_what_a_reader_needs(finished):
     assert report.about["config"]["problems"] == 3 and report.about["cut_short"] is None
     for key in ("date", "device", "versions", "command", "baseline", "tokenizer"):
         assert report.about[key], key
-    figures = {f"{n}.{s}" for n in ("frontier", "forwards", "throughput") for s in ("png", "svg")}
+    names = [n + of for n in ("frontier", "forwards", "throughput") for of in ("", "-dark")]
+    figures = {f"{name}.{kind}" for name in names for kind in ("png", "svg")}
     files = {path.name for path in out.iterdir() if path.stat().st_size > 1000}
     assert {*figures, "report.md", "summary.json", "measurements.jsonl", "logs"} == files
-
-
-def test_memory_and_work_are_there_where_they_can_be_known(finished):
-    report = load(finished[0])
+    # What is known of the work, and what a server or an endpoint cannot tell.
     rows = {(r["entry"], r["concurrency"]): r for r in report.speeds}
-    # A sweep is an entry for each value, and one line.
     bold, shy = (row for row in report.speeds if row.get("series") and row["concurrency"] == 1)
     assert bold["tokens_per_forward"] > shy["tokens_per_forward"]
     decoder = report.about["entries"][bold["entry"]]["decoder"]["story"]
@@ -178,9 +174,14 @@ def test_memory_and_work_are_there_where_they_can_be_known(finished):
     assert base["forwards"] == 9 and "tokens_per_call" not in base
     assert hf["tokens_per_call"] == pytest.approx(hf["tokens_per_forward"], rel=1e-4)
     assert rows["hf", 2]["tokens_per_call"] > hf["tokens_per_call"]
+    # As the tables of the README read it.
+    monkeypatch.setattr("benchmarks.tables.RESULTS", folder)
+    again = tables.load("out")
+    assert again.workloads == ["story"] and tables.right(again, "hf", "story")[1] == 4
+    assert list(tables.speeds_at(again, "story", 2)) == NAMES
 
 
-def test_done_again_it_measures_nothing(finished, capsys, monkeypatch):
+def test_another_comparison_into_the_same_folder_is_refused(finished, capsys):
     folder = finished[0]
     before = (folder / "out" / "measurements.jsonl").read_bytes()
     argument = ["--config", str(folder / "c.yaml"), "--problems", "3", "--figures", "false"]
@@ -188,10 +189,6 @@ def test_done_again_it_measures_nothing(finished, capsys, monkeypatch):
         assert main([*argument, "--entries.remote.url", server.url]) == 2
     assert "entries.remote.url was" in capsys.readouterr().err
     assert (folder / "out" / "measurements.jsonl").read_bytes() == before
-    monkeypatch.setattr("benchmarks.tables.RESULTS", folder)
-    summary = Summary.load("out")  # as the tables of the README read it
-    assert summary.workloads == ["story"] and summary.right("hf", "story")[1] == 4
-    assert list(summary.at("story", 2)) == NAMES and "torch" in summary.measured()
 
 
 # Failures.
@@ -302,13 +299,6 @@ def test_the_runs_of_a_comparison(tmp_path, monkeypatch):
     for before, now in pairwise(seen):  # calm where another entry's turn comes, and nowhere else
         assert (before == "calm" or now == "calm") or before[0] == now[0]
     assert seen[0] == "calm" and 5 <= seen.count("calm") <= 6
-
-
-def test_it_waits_while_a_process_of_this_one_computes(monkeypatch):
-    seconds = iter([0.0, 1.0, 2.0, 2.0])
-    monkeypatch.setattr(entries, "_computed", lambda: next(seconds))
-    wait_for_calm(most=60)
-    assert list(seconds) == [], "until nothing was computed between two looks"
 
 
 # Configurations.

@@ -5,10 +5,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from decode.compare.client import Answer, Run
 from decode.compare.config import Item, Workload
 from decode.compare.report import Report
-from decode.compare.results import Record, accuracies, judge, speeds_of
+from decode.compare.results import Answer, Run, accuracies, judge, speeds_of
 from decode.report import paired
 
 
@@ -24,7 +23,7 @@ def judged(item=0, *, tokens=10, submitted=0.0, finished=2.0, right=True, text="
 
 
 def record(entry="a", answers=(), *, repetition=0, seconds=4.0, concurrency=1, calls=None):
-    return Record(entry, "story", concurrency, repetition, seconds, calls, None, list(answers))
+    return Run(list(answers), seconds, calls, None, entry, "story", concurrency, repetition)
 
 
 def test_a_speed_is_what_it_says():
@@ -109,14 +108,13 @@ def test_what_is_hidden_or_failed_is_never_counted():
         ],
         2.0,
     )
-    kept = judge(run, work, Words(), entry="e", concurrency=1, repetition=0)
+    kept = judge(run, work, Words(), "e", 1, 0)
     assert [a.tokens for a in kept.answers] == [2, 0, 0]
     assert [a.first_tokens for a in kept.answers] == [1, 0, 0]
     assert [a.text for a in kept.answers] == ["one two ", "", ""]
     assert all(a.right is None for a in kept.answers)
     assert kept.tokens == 2
     long = judge(
-        Run([Answer(0, text="w " * 20, finished=1.0)], 1.0), work, Words(),
-        entry="e", concurrency=1, repetition=0,
+        Run([Answer(0, text="w " * 20, finished=1.0)], 1.0), work, Words(), "e", 1, 0,
     )  # fmt: skip
     assert long.tokens == 9, "no more than were asked for"

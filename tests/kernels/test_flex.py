@@ -46,11 +46,11 @@ def test_every_mask_is_the_plain_one(traced, mask):
 def test_many_shapes_are_each_compiled_and_a_shape_once(traced):
     """Beyond dynamo's limit of 8 it would run uncompiled, with all scores in memory."""
     counters.clear()
-    for rows in range(16, 28):
+    for rows in range(16, 25):
         q, k, v = tensors(rows, rows)
         for spans in (sp.causal(rows), sp.bidirectional(rows)):
             attend(spans, q, k, v, "flex")
-    assert counters["stats"]["unique_graphs"] == 12
+    assert counters["stats"]["unique_graphs"] == 9
 
 
 def test_beyond_its_own_limit_it_is_an_error_and_not_slow(traced, monkeypatch):

@@ -1,4 +1,5 @@
-"""The span attention kernels against the plain computation: attention, its splits, and slots."""
+"""The span attention kernels against the plain computation: attention, which tiles of keys it
+visits, its splits, and slots."""
 
 from __future__ import annotations
 
@@ -30,35 +31,33 @@ def tensors(queries, slots, heads, kv_heads, dim, seed=0, device="cpu", dtype=to
     return [torch.randn(s, generator=rng).to(device, dtype) for s in shapes]
 
 
-@settings(max_examples=12, suppress_health_check=[HealthCheck.function_scoped_fixture])
+def equal(q, k, v, spans, scale=None):
+    got, want = (
+        span_attention(q, k, v, spans, scale=scale, kernel=kernel) for kernel in (True, False)
+    )
+    torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-5)
+    return got
+
+
+@settings(max_examples=8, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(st.data())
 def test_equals_the_reference(device, data):
     heads, kv_heads = data.draw(st.sampled_from(HEADS))
     queries, slots = data.draw(st.integers(1, 21)), data.draw(st.integers(1, 90))
     spans = data.draw(spans_over(queries, slots)).to(device)
     scale = data.draw(st.sampled_from([None, 0.3]))
-    args = (*tensors(queries, slots, heads, kv_heads, 32, device=device), spans)
-    got = span_attention(*args, scale=scale, kernel=True)
-    want = span_attention(*args, scale=scale, kernel=False)
-    torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-5)
+    equal(*tensors(queries, slots, heads, kv_heads, 32, device=device), spans, scale=scale)
 
 
-@pytest.mark.parametrize("heads", [(4, 4), (7, 1)])
-def test_the_masks_of_decoding_and_training(device, mask, heads):
+def test_the_masks_of_decoding_and_training(device, mask):
     spans, keys = mask
-    q, k, v = tensors(len(spans), keys, *heads, 32, device=device)
-    got, want = (
-        span_attention(q, k, v, spans.to(device), kernel=kernel) for kernel in (True, False)
-    )
-    torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-5)
+    equal(*tensors(len(spans), keys, 7, 1, 32, device=device), spans.to(device))
 
 
 @pytest.mark.parametrize("dim", HEAD_DIMS)
 def test_every_head_dimension(device, dim):
     spans = torch.tensor([[[0, 20]], [[3, 19]], [[5, 5]]], dtype=torch.int32, device=device)
-    args = (*tensors(3, 20, 2, 1, dim, device=device), spans)
-    got, want = (span_attention(*args, kernel=kernel) for kernel in (True, False))
-    torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-5)
+    equal(*tensors(3, 20, 2, 1, dim, device=device), spans)
 
 
 def test_half_precision_errs_no_more_than_the_plain_computation(device, dtype):
@@ -82,6 +81,77 @@ def test_tensors_that_are_not_contiguous(device):
     wide = torch.stack((spans, spans), 1)[:, 0]
     for parts in (turned, strided):
         torch.testing.assert_close(span_attention(*parts, wide, kernel=True), want)
+
+
+@settings(max_examples=6, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(st.lists(st.tuples(st.integers(1, 90), st.integers(1, 40), st.integers(1, 3)), min_size=2,
+                max_size=5))  # fmt: skip
+def test_keys_between_the_requests_of_a_tile_are_not_loaded(device, requests):
+    """A tile of keys that no query sees is NaN here, which a weight of 0 would not hide. requests:
+    keys that nobody sees, keys of the request, its rows, of which the last sees nothing."""
+    ranges, end = [], 0
+    for unseen, seen, rows in requests:
+        start, end = end + unseen + 64, end + unseen + 64 + seen
+        ranges += [(start, end)] * rows + [(0, 0)]
+    spans = torch.tensor(ranges, dtype=torch.int32)[:, None]
+    q, k, v = tensors(len(spans), end, 2, 2, 32)
+    want = span_attention(q, k, v, spans, kernel=False)
+    # Tiles begin at the first key that a tile of queries sees, so one may reach that far beyond.
+    tile = tiles.Shape(q, k, v, spans).keys
+    loaded = torch.zeros(end, dtype=torch.bool)
+    for start, stop in ranges:
+        loaded[max(0, start - tile + 1) : stop + tile - 1] |= stop > start
+    assert not loaded.all()
+    k[:, ~loaded], v[:, ~loaded] = torch.nan, torch.nan
+    got = span_attention(*(x.to(device) for x in (q, k, v, spans)), kernel=True)
+    torch.testing.assert_close(got.cpu(), want, rtol=1e-5, atol=1e-5)
+
+
+@pytest.fixture
+def used(monkeypatch):
+    """The splits that computed for each tile, of each call that joined some."""
+    seen, join = [], tiles._join
+
+    class Watched:
+        def __getitem__(self, grid):
+            def launch(part, most, total, used, *rest, **sizes):
+                seen.append(used.tolist())
+                return join[grid](part, most, total, used, *rest, **sizes)
+
+            return launch
+
+    monkeypatch.setattr(tiles, "_join", Watched())
+    return seen
+
+
+@pytest.mark.parametrize("least", [1, 40, 150, 1000])
+def test_split_keys_are_joined_to_the_same_output(device, monkeypatch, used, least):
+    """However many splits compute: eight, some, or one of the eight that the grid has."""
+    monkeypatch.setattr(tiles.Shape, "splits", lambda self: 8)
+    monkeypatch.setattr(tiles.Shape, "least_keys", lambda self: least)
+    rows = [[[0, 300], [300, 300]], [[290, 300], [0, 7]], [[4, 4], [9, 9]], [[150, 151], [0, 1]]]
+    spans = torch.tensor(rows, dtype=torch.int32, device=device)
+    got = equal(*tensors(4, 300, 4, 2, 32, device=device), spans)
+    assert got[2].abs().max().item() == 0.0, "a row that sees nothing"
+    # The first ranges reach over 300 keys, the second over 7.
+    assert used == [[max(1, min(307 // least, 8))]]
+
+
+def test_a_row_of_few_keys_is_not_split_in_a_long_cache(device, used):
+    """Other requests' slots are no reason: 16 rows see 100 keys of 2,048, the next 16 all."""
+    spans = torch.tensor([[[1000, 1100]]] * 16 + [[[0, 2048]]] * 16, dtype=torch.int32)
+    args = tensors(32, 2048, 2, 2, 32, device=device)
+    assert tiles.Shape(*args, spans).splits() == 16
+    equal(*args, spans.to(device))
+    assert used == [[1, 16]]
+
+
+@pytest.mark.parametrize(("slots", "splits"), [(512, 1), (4096, 4), (65536, 8)])
+def test_a_grid_of_splits_follows_from_sizes_alone(slots, splits):
+    """A CUDA graph replays it, whatever the rows of the next forward see. LLaDA-8B in bf16."""
+    q = torch.empty(64, 32, 128, dtype=torch.bfloat16, device="meta")
+    k = torch.empty(32, slots, 128, dtype=torch.bfloat16, device="meta")
+    assert tiles.Shape(q, k, k, torch.empty(64, 3, 2, device="meta")).splits() == splits
 
 
 def test_keys_and_values_are_written_to_their_slots_only(device):
@@ -156,5 +226,5 @@ def test_what_wants_a_gradient_is_the_references(device):
 def test_mixed_dtypes_are_refused():
     spans = torch.zeros(2, 1, 2, dtype=torch.int32)
     q, k = torch.zeros(2, 2, 32), torch.zeros(2, 5, 32)
-    with pytest.raises(ValueError, match="share a floating dtype"):
+    with pytest.raises(ValueError, match="share one floating dtype, got float16, float32"):
         span_attention(q, k.half(), k.half(), spans)

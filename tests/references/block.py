@@ -3,12 +3,11 @@ mask, nothing is cached. Written to be read, not to be fast."""
 
 from __future__ import annotations
 
-import torch
-
 from d2f.model import DiffusionModel
 from decode import Block
 from decode.engine.batch import Sampler
 from tests.references.d2f import in_fp32, predict_positions
+from tests.references.predictions import seen_blocks
 
 
 def decode_block(
@@ -32,14 +31,13 @@ def decode_block(
 
     for block in range(block_of[start], block_of[-1] + 1):
         masked = [p for p in range(start, total) if block_of[p] == block]
-        seen = torch.tensor([b for b in block_of if b <= block])  # later blocks are not there yet
-        allowed = seen[:, None] >= seen[None, :]
+        seen = [b for b in block_of if b <= block]  # later blocks are not there yet
         for step in range(steps):
             if not masked or ended():
                 break
             n = size // steps + (step < size % steps)
             found = predict_positions(
-                model, x[: len(seen)], allowed, masked, contract.logit_shift, sampler
+                model, x[: len(seen)], seen_blocks(seen), masked, contract.logit_shift, sampler
             )  # fmt: skip
             forwards += 1
             guess = dict(zip(masked, found, strict=True))

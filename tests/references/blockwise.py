@@ -17,26 +17,12 @@ import torch
 from torch import Tensor
 from transformers import DynamicCache
 
-from d2f.attention import SpanPlan
-from d2f.contract import Contract
 from d2f.model import DiffusionModel
 from decode import EntropyBounded, Factor, Static, Threshold
 from decode.decoders.blockwise import Blockwise
-from decode.decoders.session import SDAR_BLOCK_SIZE
-from decode.engine.batch import PredictionRequest, Sampler
+from decode.engine.batch import Sampler
 from decode.step import Revealed
-from tests.references.predictions import predict
-
-
-class Dense(SpanPlan):
-    """Attention under a mask ``[rows, keys]`` that was written out."""
-
-    def __init__(self, allowed: Tensor):
-        super().__init__(torch.zeros(len(allowed), 1, 2, dtype=torch.int32))
-        self.allowed = allowed
-
-    def mask(self, keys: int) -> Tensor:
-        return self.allowed[None]
+from tests.references.predictions import DensePlan, allowed_pairs, scored
 
 
 @dataclass(frozen=True)
@@ -50,19 +36,6 @@ class Guess:
     margin: float
 
 
-def allowed_pairs(contract: Contract, prompt_length: int, length: int) -> Tensor:
-    """Which query sees which key, ``[length, length]``, under the mask of the model's training."""
-    if contract.objective == "d2f" and contract.block_size:
-        size = contract.block_size
-        block = [0 if p < prompt_length else 1 + (p - prompt_length) // size for p in range(length)]
-    elif contract.prompt_rule == "block_causal":
-        block = [p // (contract.block_size or SDAR_BLOCK_SIZE) for p in range(length)]
-    else:
-        block = [0] * length
-    of = torch.tensor(block)
-    return of[:, None] >= of[None, :]
-
-
 @torch.inference_mode()
 def whole_forward(
     model: DiffusionModel, x: list[int], allowed: Tensor
@@ -72,7 +45,7 @@ def whole_forward(
     hidden = model.backbone.model(
         input_ids=torch.tensor([x]),
         position_ids=torch.arange(len(x))[None],
-        spans=Dense(allowed),
+        spans=DensePlan(allowed),
         past_key_values=kept,
         use_cache=True,
     ).last_hidden_state[0]
@@ -101,7 +74,7 @@ def cached_forward(
     hidden = model.backbone.model(
         input_ids=torch.tensor([[x[p] for p in rows]]),
         position_ids=torch.tensor([rows]),
-        spans=Dense(sees),
+        spans=DensePlan(sees),
         past_key_values=mixed,
         use_cache=True,
     ).last_hidden_state[0]
@@ -150,8 +123,7 @@ def decode_blockwise(
 
 
 def _guesses(logits: Tensor, wanted: list[int], shift: int, sampler: Sampler) -> list[Guess]:
-    rows = logits[[p - shift for p in wanted]]
-    found = predict(rows, [PredictionRequest(sampler, len(wanted), uncertainty=True)], forward=0)[0]
+    found = scored(logits[[p - shift for p in wanted]], sampler)
     assert found.entropy is not None and found.margin is not None
     columns = (found.token, found.confidence, found.entropy, found.margin)
     return [Guess(*values) for values in zip(wanted, *(c.tolist() for c in columns), strict=True)]

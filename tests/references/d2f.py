@@ -10,23 +10,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from d2f.attention import SpanPlan
 from d2f.model import DiffusionModel
 from decode import D2F, Autoregressive
 from decode.decoders.d2f import DEFAULT_BLOCK_SIZE
 from decode.engine.batch import PredictionRequest, Sampler
-from tests.references.predictions import predict
-
-
-class DensePlan(SpanPlan):
-    """Attention under a mask ``[L, L]`` that was written out."""
-
-    def __init__(self, allowed: Tensor):
-        super().__init__(torch.zeros(len(allowed), 1, 2, dtype=torch.int32))
-        self.allowed = allowed
-
-    def mask(self, keys: int) -> Tensor:
-        return self.allowed[None]
+from tests.references.predictions import dense_logits, predict, scored, seen_blocks
 
 
 def predict_positions(
@@ -34,9 +22,7 @@ def predict_positions(
     sampler: Sampler,
 ) -> list[tuple[int, float]]:  # fmt: skip
     """(token, confidence) of each wanted position."""
-    with torch.inference_mode():
-        logits = model.forward(torch.tensor([x]), DensePlan(allowed))[0]
-    rows = logits[[p - shift for p in wanted]]
+    rows = dense_logits(model, x, allowed)[[p - shift for p in wanted]]
     predictions = predict(rows, [PredictionRequest(sampler, len(wanted))], forward=0)[0]
     return list(zip(predictions.token.tolist(), predictions.confidence.tolist(), strict=True))
 
@@ -46,8 +32,7 @@ def predict_rows(
 ) -> list[tuple[int, float, float]]:
     """(token, confidence, what a forced pick goes by: the larger, the surer) from the logits
     ``[N, V]`` of each wanted row."""
-    asked = PredictionRequest(sampler, len(rows), uncertainty=True)
-    found = predict(rows, [asked], forward=0)[0]
+    found = scored(rows, sampler)
     assert found.entropy is not None and found.margin is not None
     sure = {"confidence": found.confidence, "entropy": -found.entropy, "margin": found.margin}
     columns = found.token, found.confidence, sure[pick]
@@ -86,12 +71,9 @@ def decode_d2f(model: DiffusionModel, prompt: list[int], options: D2F) -> list[i
         if None not in open_:
             return out
         number = [0] * start + [1 + b for b, block in enumerate(blocks) for _ in block]
-        block_of = torch.tensor(number)
         wanted = [p for p, token in enumerate(out) if token is None]
         x = prompt + [contract.mask_id if token is None else token for token in out]
-        allowed = block_of[:, None] >= block_of[None, :]
-        with torch.inference_mode():
-            logits = model.forward(torch.tensor([x]), DensePlan(allowed))[0]
+        logits = dense_logits(model, x, seen_blocks(number))
         rows = logits[[start + p - contract.logit_shift for p in wanted]]
         found = predict_rows(rows, sampler, options.forced_pick)
         guess = dict(zip(wanted, found, strict=True))

@@ -9,7 +9,8 @@ from d2f.model import DiffusionModel
 from decode.decoders.d2f import D2F, DEFAULT_BLOCK_SIZE
 from decode.engine.batch import Sampler
 from tests.references.d2f import in_fp32
-from tests.references.shadowed import dense_logits, predict_rows, shadow_logits
+from tests.references.predictions import dense_logits, seen_blocks
+from tests.references.shadowed import predict_rows, shadow_logits
 
 
 def decode_d2f_revoking(
@@ -60,10 +61,9 @@ def decode_d2f_revoking(
                 fresh = [p for p in decided if p not in tried]
                 check.append(fresh if final <= b < complete else [])
         x = prompt + [contract.mask_id if token is None else token for token in out]
-        number = torch.tensor([0] * start + [1 + b for b, r in enumerate(blocks) for _ in r])
-        allowed = number[:, None] >= number[None, :]
+        allowed = seen_blocks([0] * start + [1 + b for b, r in enumerate(blocks) for _ in r])
         wanted = [p for p, token in enumerate(out) if token is None]
-        logits = dense_logits(model, x, list(range(len(x))), allowed)
+        logits = dense_logits(model, x, allowed)
         shadows = [
             shadow_logits(
                 model, x, allowed, range(start + r.start, start + r.stop), [start + p for p in c]

@@ -3,14 +3,11 @@ without cache."""
 
 from __future__ import annotations
 
-import torch
-from torch import Tensor
-
 from d2f.model import DiffusionModel
 from decode import FreeDave
-from decode.decoders.session import mask_kind
 from decode.engine.batch import Sampler
 from tests.references.d2f import predict_positions
+from tests.references.predictions import allowed_pairs
 
 Guesses = dict[int, tuple[int, float]]  # (token, confidence) by position
 
@@ -25,7 +22,7 @@ def decode_freedave(
     contract, start, d = model.contract, len(prompt), options.drafts
     mask, sampler = contract.mask_id, Sampler(options, contract.mask_id)
     assert mask is not None and options.cache == "none"
-    allowed = _allowed(model, start, start + options.length)
+    allowed = allowed_pairs(contract, start, start + options.length)
     size = options.block_size or options.length
     ahead = -(-d // size) if options.eager else 0
 
@@ -110,19 +107,3 @@ def decode_freedave(
             if over(x):
                 break
     return [None if token == mask else token for token in x[start:]], forwards
-
-
-def _allowed(model: DiffusionModel, start: int, length: int) -> Tensor:
-    """What each position sees, bool ``[length, length]``."""
-    contract, kind = model.contract, mask_kind(model.contract)
-    if kind == "bidirectional":
-        return torch.ones(length, length, dtype=torch.bool)
-    assert contract.block_size is not None
-    if kind == "block-causal":  # the prompt is block 0
-        numbers = [
-            0 if p < start else 1 + (p - start) // contract.block_size for p in range(length)
-        ]
-    else:
-        numbers = [p // contract.block_size for p in range(length)]
-    block_of = torch.tensor(numbers)
-    return block_of[:, None] >= block_of[None, :]

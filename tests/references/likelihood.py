@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from d2f.model import DiffusionModel
-from tests.references.d2f import DensePlan
+from tests.references.predictions import dense_logits, seen_blocks
 
 
 def likelihoods(
@@ -24,11 +24,7 @@ def likelihoods(
             start = first + (p - first) // size * size
             x = x + [model.mask_id] * (start + size - p)
             block = [max(-1, (i - first) // size) for i in range(len(x))]
-        number = torch.tensor(block)
-        with torch.inference_mode():
-            logits = model.forward(
-                torch.tensor([x]), DensePlan(number[:, None] >= number[None, :])
-            )[0, p - shift]
+        logits = dense_logits(model, x, seen_blocks(block))[p - shift]
         logprob = float(logits.float().log_softmax(-1)[ids[p]])
         if model.mask_id is not None:
             logits = logits.index_fill(0, torch.tensor([model.mask_id]), -torch.inf)

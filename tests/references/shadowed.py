@@ -10,17 +10,7 @@ from torch import Tensor
 from d2f.model import DiffusionModel
 from decode.engine.batch import Sampler
 from tests.references import d2f
-from tests.references.d2f import DensePlan
-
-
-def dense_logits(
-    model: DiffusionModel, tokens: list[int], positions: list[int], allowed: Tensor
-) -> Tensor:
-    """Logits ``[L, V]`` of tokens at positions under a boolean mask ``[L, L]``."""
-    with torch.inference_mode():
-        return model.forward(
-            torch.tensor([tokens]), DensePlan(allowed), positions=torch.tensor([positions])
-        )[0]
+from tests.references.predictions import DensePlan, dense_logits
 
 
 def shadow_logits(
@@ -32,10 +22,11 @@ def shadow_logits(
 ) -> Tensor:
     """Logits ``[V, vocabulary]`` that predict the verified positions of a block of x without their
     tokens. allowed: ``[L, L]``, what each position of x sees."""
-    rows = [_pair(model, x, allowed, p) for p in verified] if model.logit_shift else []
-    if not model.logit_shift and verified:
-        rows = list(_masks(model, x, allowed, block)[[p - block.start for p in verified]])
-    return torch.stack(rows) if rows else torch.zeros(0, model.vocab_size)
+    if not verified:
+        return torch.zeros(0, model.vocab_size)
+    if model.logit_shift:
+        return _pairs(model, x, allowed, verified)
+    return _masks(model, x, allowed, block)[[p - block.start for p in verified]]
 
 
 def _masks(model: DiffusionModel, x: list[int], allowed: Tensor, block: range) -> Tensor:
@@ -50,22 +41,26 @@ def _masks(model: DiffusionModel, x: list[int], allowed: Tensor, block: range) -
         for j, q in enumerate(block):
             mask[length + i, length + j] = allowed[p, q]
     tokens = x + [model.mask_id] * len(block)
-    return dense_logits(model, tokens, [*range(length), *block], mask)[length:]
+    return dense_logits(model, tokens, mask, [*range(length), *block])[length:]
 
 
-def _pair(model: DiffusionModel, x: list[int], allowed: Tensor, p: int) -> Tensor:
-    """Logits of one position of a shifted family, a forward with nothing but its own pair added."""
+def _pairs(model: DiffusionModel, x: list[int], allowed: Tensor, verified: Sequence[int]) -> Tensor:
+    """Logits of positions of a shifted family, each of a sequence of its own with nothing but its
+    own pair added."""
     assert model.mask_id is not None
-    length = len(x)
-    mask = torch.zeros(length + 2, length + 2, dtype=torch.bool)
-    mask[:length, :length] = allowed
-    for row, position in ((length, p - 1), (length + 1, p)):
-        mask[row, :length] = allowed[position]
-        mask[row, [p - 1, p]] = False
-        mask[row, length] = allowed[position, p - 1]
-        mask[row, length + 1] = allowed[position, p]
-    tokens = [*x, x[p - 1], model.mask_id]
-    return dense_logits(model, tokens, [*range(length), p - 1, p], mask)[length]
+    length, count = len(x), len(verified)
+    mask = torch.zeros(count, length + 2, length + 2, dtype=torch.bool)
+    mask[:, :length, :length] = allowed
+    for own, p in zip(mask, verified, strict=True):
+        for row, position in ((length, p - 1), (length + 1, p)):
+            own[row, :length] = allowed[position]
+            own[row, [p - 1, p]] = False
+            own[row, length] = allowed[position, p - 1]
+            own[row, length + 1] = allowed[position, p]
+    tokens = torch.tensor([[*x, x[p - 1], model.mask_id] for p in verified])
+    positions = torch.tensor([[*range(length), p - 1, p] for p in verified])
+    with torch.inference_mode():
+        return model.forward(tokens, DensePlan(mask), positions=positions)[:, length]
 
 
 def predict_rows(

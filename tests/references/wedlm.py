@@ -9,9 +9,8 @@ from torch import Tensor
 
 from d2f.model import DiffusionModel
 from decode import WeDLM
-from decode.engine.batch import PredictionRequest, Sampler
-from tests.references.d2f import DensePlan
-from tests.references.predictions import predict
+from decode.engine.batch import Sampler
+from tests.references.predictions import dense_logits, scored
 
 
 def streaming_mask(filled: list[bool]) -> Tensor:
@@ -57,10 +56,7 @@ def decode_wedlm(
         allowed = streaming_mask([token is not None for token in text])
         if options.window_attention == "bidirectional":
             allowed[committed:] = True
-        with torch.inference_mode():
-            logits = model.forward(torch.tensor([x]), DensePlan(allowed))[0, masked]
-        wanted = PredictionRequest(sampler, len(masked), uncertainty=True)
-        found = predict(logits, [wanted], forward=forwards)[0]
+        found = scored(dense_logits(model, x, allowed)[masked], sampler)
         forwards += 1
         assert found.entropy is not None
         distance = torch.tensor(masked, dtype=torch.float32) - masked[0]

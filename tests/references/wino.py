@@ -3,13 +3,11 @@ forward of its own."""
 
 from __future__ import annotations
 
-import torch
-
 from d2f.model import DiffusionModel
-from decode.decoders.session import visible_ends
 from decode.decoders.wino import Wino
 from decode.engine.batch import Sampler
-from tests.references.shadowed import dense_logits, predict_rows, shadow_logits
+from tests.references.predictions import allowed_pairs, dense_logits
+from tests.references.shadowed import predict_rows, shadow_logits
 
 
 def decode_wino(
@@ -22,8 +20,7 @@ def decode_wino(
     sampler = Sampler(options, contract.mask_id)
     x = prompt + [contract.mask_id] * options.length
     masked = [False] * len(prompt) + [True] * options.length
-    ends = torch.from_numpy(visible_ends(total, len(prompt), contract))
-    allowed = torch.arange(total)[None, :] < ends[:, None]
+    allowed = allowed_pairs(contract, len(prompt), total)
     forwards = 0
 
     def ended(stop: int) -> bool:
@@ -41,7 +38,7 @@ def decode_wino(
             decided = [p for p in block if not masked[p]]
             if not options.tau2 or (options.caps and min(last, len(wanted)) < 2):
                 decided = []  # nothing could be taken back
-            logits = dense_logits(model, x, list(range(total)), allowed)
+            logits = dense_logits(model, x, allowed)
             found, probability = predict_rows(
                 logits[[p - contract.logit_shift for p in wanted]],
                 shadow_logits(model, x, allowed, block, decided),

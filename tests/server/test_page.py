@@ -408,8 +408,8 @@ def test_a_long_answer_scrolls_to_what_changed(browser, address):
         driver.page.keyboard.press("End")
         expect(driver.page.locator("#place")).to_have_text(re.compile(r"Forward (\d+) of \1$"))
         assert blocks.evaluate("""box => {
-          const fresh = [...box.querySelectorAll(".fresh")].at(-1);
-          const { top, bottom } = fresh.getBoundingClientRect();
+          const fresh = [...box.querySelectorAll(".fresh")];
+          const { top, bottom } = fresh.at(-1).getBoundingClientRect();
           const own = box.getBoundingClientRect();
           return own.top <= top && bottom <= own.bottom;
         }""")

@@ -21,9 +21,9 @@ from decode.compare.results import judge
 from decode.pipeline import main as pipeline
 from decode.tune import main as tune
 from distill.config import parse_config
-from distill.data.trajectories import read_rollouts
 from distill.evaluation import Evaluator
 from distill.objectives import OBJECTIVES
+from distill.objectives.wino_plus import read_rollouts
 from distill.rollouts import main as rollouts
 
 ROOT = Path(__file__).parents[2]
@@ -139,7 +139,7 @@ def test_the_pipeline_decodes_it(task, capsys):
     "read",
     [
         lambda: compared("humaneval"),
-        lambda: parse_config({"evaluation": {"tasks": ["humaneval"]}}, "test"),
+        lambda: parse_config({"objective": "d2f", "evaluation": {"tasks": ["humaneval"]}}, "test"),
     ],
 )
 def test_a_configuration_too_must_allow_code_to_be_run(read, tmp_path, monkeypatch):

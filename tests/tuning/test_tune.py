@@ -59,7 +59,7 @@ def test_end_to_end(tmp_path, capsys):
     arguments = [*arguments.split(), "--heldout", "3", "--repetitions", "1", "--output", str(out)]
     assert main(arguments) == 0
     printed = capsys.readouterr().out
-    figures = {"frontier.png", "frontier.svg"}
+    figures = {f"frontier{of}" for of in (".png", ".svg", "-dark.png", "-dark.svg")}
     files = {"measurements.jsonl", "report.json", "report.md"}
     configs = {"tiny-d2f-story.yaml", "tiny-d2f-sudoku.yaml"}
     assert {path.name for path in out.iterdir() if path.stat().st_size} == figures | files | configs
