@@ -128,6 +128,24 @@ async def refused(engine, said="the engine is closed") -> None:
 
 
 @asynchronous
+async def test_a_panic_of_the_tokenizer_is_an_error_of_its_request(monkeypatch):
+    """It comes from Rust, and is no `Exception`: the engine's thread would end."""
+    model = fresh_model("llada")
+    plain, panic = type(model.tokenizer).decode, type("PanicException", (BaseException,), {})
+
+    def panicking(self, ids, **options):
+        raise panic("index out of bounds")
+
+    async with decode.AsyncEngine(model) as engine:
+        with monkeypatch.context() as patch:
+            patch.setattr(type(model.tokenizer), "decode", panicking)
+            failed = await ask(engine, [9, 10])
+        assert "the tokenizer failed: index out of bounds" in str(failed[-1].error)
+        assert type(model.tokenizer).decode is plain
+        same(await ask(engine), alone(model))
+
+
+@asynchronous
 async def test_what_cannot_be_decoded_is_refused_before_it_is_queued():
     with pytest.raises(InputError, match="batch_size must be a whole number of at least"):
         decode.AsyncEngine(random_model("llada"), batch_size=0)
