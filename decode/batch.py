@@ -116,7 +116,9 @@ class Rows(Source):
             raise InputError("--split and --dataset-config are for data sets, not for a file")
         super().__init__(place, is_file=is_file, config=config, split=split)
         self.asking: Sequence[str] = COLUMNS if column is None else [column]
+        self.answers_name = "answers.jsonl"  # a file of the input's kind
         if self.columns is not None:
+            self.answers_name = "answers.parquet"
             there = [name for name in self.asking if name in self.columns]
             if not there:
                 raise InputError(
@@ -136,11 +138,6 @@ class Rows(Source):
                 return row[name]
         keys = ", ".join(f"{name} (null)" if value is None else name for name, value in row.items())
         raise BadRecord(f"expected {' or '.join(self.asking)}, got the keys {keys}")
-
-    @property
-    def answers_name(self) -> str:
-        """Name the file of the answers, of the input's kind."""
-        return "answers.jsonl" if self.columns is None else "answers.parquet"
 
 
 def answer(row: int, result: Result) -> dict[str, Any]:
@@ -253,11 +250,10 @@ def _write_files(rows: Rows, folder: Path) -> None:
     with writing(folder / rows.answers_name) as file:
         if rows.columns is not None:
             _write_parquet(good, rows, file)
-        else:
-            for line in good:
-                row = rows.record(line["row"])
-                own = dict(zip(renamed(row), row.values(), strict=True))
-                file.write(json_line(own | {name: line[name] for name in FIELDS}).encode())
+        for line in good:
+            row = rows.record(line["row"])
+            own = dict(zip(renamed(row), row.values(), strict=True))
+            file.write(json_line(own | {name: line[name] for name in FIELDS}).encode())
     with writing(folder / BAD) as file:
         for line in _in_order(folder / LEDGER):
             if line["error"] is not None:
@@ -313,14 +309,14 @@ def _write_parquet(answers: Iterator[dict[str, Any]], rows: Rows, file: Any) -> 
 
 
 def _say_what_is_there(ledger: Ledger, rows: Rows, folder: Path) -> None:
-    bad = [row for row in ledger.rows.values() if row["error"] is not None]
+    bad = sorted(number for number, row in ledger.rows.items() if row["error"] is not None)
     good = len(ledger.rows) - len(bad)
     forwards = sum(row["forwards"] for row in ledger.rows.values())
     print(f"{folder / rows.answers_name}: {good} rows answered in {forwards} forwards")
     if bad:
-        first = min(bad, key=lambda row: int(row["row"]))
+        why = one_line(ledger.rows[bad[0]]["error"])
         say(f"notice: {len(bad)} rows could not be answered, {folder / BAD} says why; the first:")
-        say(f"notice: {rows.where(first['row'])}: {one_line(first['error'])}")
+        say(f"notice: {rows.where(bad[0])}: {why}")
     if not good:
         raise InputError(f"none of the {len(bad)} rows could be answered")
 

@@ -13,6 +13,7 @@ from collections.abc import Mapping, Sequence
 from concurrent.futures import Future, ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 
+from d2f.device import usable_cpus
 from d2f.errors import InputError
 from d2f.tasks import Problem, Task
 
@@ -83,10 +84,8 @@ class JudgePool:
 
 
 def default_jobs() -> int:
-    """Return the number of cores, at most 8: each process is a Python of its own."""
-    from decode.workers import cores_here
-
-    return min(cores_here(), MOST_BY_DEFAULT)
+    """Return the number of usable processors, at most 8: each process is a Python of its own."""
+    return min(usable_cpus(), MOST_BY_DEFAULT)
 
 
 def _verdict(task: Task, problem: Problem, text: str) -> bool:

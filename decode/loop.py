@@ -73,10 +73,16 @@ def decode_jobs(
 
     def settle() -> None:
         """Judge and keep the responses that wait."""
-        verdicts = _verdicts(waiting, judges)
-        for (job, result, seconds), right in zip(waiting, verdicts, strict=True):
-            record = Record.of(job, result, seconds, right)
-            new.append(record)
+        asked = [
+            (job.source.task, job.source.problem, result.text or "")
+            for job, result, _ in waiting
+            if job.source.task is not None and job.source.problem is not None
+        ]
+        alone = (task.right(problem, text) for task, problem, text in asked)
+        right = iter(judges.right(asked)) if judges else alone
+        for job, result, seconds in waiting:
+            verdict = None if job.source.task is None else next(right)
+            new.append(record := Record.of(job, result, seconds, verdict))
             if ledger is not None:
                 ledger.add(asdict(record))
             for display in displays:
@@ -85,16 +91,16 @@ def decode_jobs(
 
     watch = Stopwatch()
     engine: dict[str, Any] = {"batch_size": batch_size, "max_rows": max_rows}
-    prompts = [(job.ids, job.decoder) for job in pending]
     if isinstance(crew, OneWorker):
-        ids, decoders = [ids for ids, _ in prompts], [decoder for _, decoder in prompts]
+        ids, decoders = [job.ids for job in pending], [job.decoder for job in pending]
         # The jobs are all checked here; nothing is decoded before the first event is asked for.
         timed = watch.over(stream(crew.model, ids, decoders, **engine, on_error="return"))
         if pending:
             _warm_up(crew.model, pending[0])
     else:
         size = chunk_size(batch_size, len(pending), crew.count)
-        timed = watch.over_workers(crew.map(partial(results, **engine), enumerate(prompts), size))
+        items = enumerate((job.ids, job.decoder) for job in pending)
+        timed = watch.over_workers(crew.map(partial(results, **engine), items, size))
     if ledger is not None:
         ledger.start()
     with ExitStack() as stack:
@@ -119,22 +125,6 @@ def decode_jobs(
         settle()
     records |= {record.id: record for record in new}
     return Decoded([records[job.source.id] for job in jobs], new, watch.seconds)
-
-
-def _verdicts(
-    waiting: Sequence[tuple[Job, Result, float]], judges: JudgePool | None
-) -> list[bool | None]:
-    """Judge the responses; None for a prompt of one's own."""
-    asked = [
-        (job.source.task, job.source.problem, result.text or "")
-        for job, result, _ in waiting
-        if job.source.task is not None and job.source.problem is not None
-    ]
-    if judges is None:
-        right = iter([task.right(problem, text) for task, problem, text in asked])
-    else:
-        right = iter(judges.right(asked))
-    return [None if job.source.task is None else next(right) for job, _, _ in waiting]
 
 
 def _warm_up(model: DiffusionModel, job: Job) -> None:

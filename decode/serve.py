@@ -19,7 +19,7 @@ from typing import Any
 from d2f.command import command, say
 from d2f.errors import InputError
 from d2f.quiet import quiet
-from decode.cli import followed, read_settings, require_extra, require_ray
+from decode.cli import followed, require_extra, require_ray
 from decode.server.options import Options, listening_at, parse
 
 
@@ -42,8 +42,7 @@ def serve(options: Options) -> None:
     with bind(options.host, options.port) as listener:
         from decode.server.models import check_models, load_models
 
-        decoding = read_settings(options)
-        check_models(options, decoding)
+        check_models(options)
         address, port = listener.getsockname()[:2]
         if options.max_replicas is not None:
             listener.close()  # Ray's proxy listens there
@@ -53,7 +52,7 @@ def serve(options: Options) -> None:
         from decode.server.middleware import set_up_logs
         from decode.server.run import run_server
 
-        app = create_app(load_models(options, decoding), listening_at(options, address))
+        app = create_app(load_models(options), listening_at(options, address))
         set_up_logs(options.log_format)
         run_server(app, listener)
 
@@ -74,40 +73,39 @@ def bind(host: str, port: int) -> socket.socket:
 
 def serve_replicas(options: Options, address: str, port: int) -> None:
     """Serve by replicas until a signal ends it; then nothing of it is left. Raises InputError."""
-    import torch
-
-    from decode.server.run import url_of
     from decode.workers import ray_session
 
-    assert options.min_replicas is not None and options.max_replicas is not None
-    gpus = options.replica_gpus
-    if gpus is None:
-        device = options.device or ("cuda" if torch.cuda.is_available() else "cpu")
-        gpus = int(device == "cuda")
-    scaling: dict[str, Any] = {"num_replicas": options.max_replicas}
-    if options.min_replicas < options.max_replicas:
+    least, most = options.min_replicas, options.max_replicas
+    assert least is not None and most is not None
+    scaling: dict[str, Any] = {"num_replicas": most}
+    if least < most:
         scaling = {
             "autoscaling_config": {
-                "min_replicas": options.min_replicas,
-                "max_replicas": options.max_replicas,
+                "min_replicas": least,
+                "max_replicas": most,
                 "target_ongoing_requests": options.target_requests or options.max_batch,
             }
         }
-    flag = "--max-replicas" if options.replicas is None else "--replicas"
     os.environ.setdefault("RAY_worker_niceness", "0")  # clients wait: by default Ray's is 15
     os.environ.setdefault("RAY_DEDUP_LOGS", "0")  # a line a request, alike or not
     session = ray_session(
-        options.ray_address, options.max_replicas, flag, gpus=gpus, log_to_driver=True
+        options.ray_address,
+        most,
+        "--max-replicas" if options.replicas is None else "--replicas",
+        options.device,
+        gpus=options.replica_gpus,
+        log_to_driver=True,
     )
-    with session as cores:
+    with session as (cores, gpus):
         from ray import serve
         from ray.serve.schema import LoggingConfig
 
         from decode.server.ray_app import bound
+        from decode.server.run import url_of
 
         if not options.verbose:
             logging.getLogger("ray.serve").setLevel(logging.ERROR)
-        say(f"starting {options.min_replicas} replicas, each with {cores} cores and {gpus} GPUs")
+        say(f"starting {least} replicas, each with {cores} cores and {gpus} GPUs")
         over = threading.Event()
         for number in (signal.SIGTERM, signal.SIGINT):  # after Ray has set its own
             signal.signal(number, lambda *_: over.set())

@@ -19,12 +19,11 @@ import socket
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from functools import cached_property
 from itertools import islice
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from d2f.device import parse_device
+from d2f.device import usable_cpus
 from d2f.errors import InputError, brief
 from decode.cli import load, require_ray
 
@@ -51,14 +50,8 @@ def workers(options: Any) -> Iterator[Crew]:
     if options.workers == 1:
         yield OneWorker(*load(options), options)
         return
-    # Only after joining a cluster is it known what its machines have.
-    here = options.address is None and options.device is None
-    gpus = int(parse_device(None).type == "cuda" if here else options.device not in (None, "cpu"))
-    with ray_session(options.address, options.workers, "--workers", gpus=gpus) as cores:
-        has_gpus = any(node.get("GPU", 0) for node in nodes())
-        if options.address is not None and options.device is None and has_gpus:
-            gpus, cores = 1, share(nodes(), options.workers, "--workers", 1)
-        crew = RayWorkers(options, options.workers, cores, gpus)
+    with ray_session(options.address, options.workers, "--workers", options.device) as each:
+        crew = RayWorkers(options, options.workers, *each)
         try:
             yield crew
         finally:
@@ -72,18 +65,17 @@ def chunk_size(batch_size: int, items: int | None = None, workers: int = 1) -> i
     return many if items is None else max(1, min(many, -(-items // workers)))
 
 
-@dataclass
 class OneWorker:
-    """The model in this process. weights, options: their hash and what `load` made it of."""
+    """The model in this process. weights, options: their hash and what `load` made of it."""
 
-    model: DiffusionModel
-    weights: str = ""
-    options: Any = None
-    count: int = 1
+    count = 1
+
+    def __init__(self, model: DiffusionModel, weights: str = "", options: Any = None):
+        self.model, self._weights, self._options = model, weights, options
 
     def ask(self, function: Callable[..., Found], *arguments: Any) -> Found:
         """Call ``function(options, model, weights, *arguments)`` where a model is loaded."""
-        return function(self.options, self.model, self.weights, *arguments)
+        return function(self._options, self.model, self._weights, *arguments)
 
     def map(
         self, work: Work[Key, Item, Found], items: Iterable[tuple[Key, Item]], size: int
@@ -104,10 +96,9 @@ class RayWorkers:
         import ray
 
         self.count = count
-        actor: Any = ray.remote(_Worker)
-        actor = actor.options(
+        actor: Any = ray.remote(
             num_cpus=cores, num_gpus=gpus, max_restarts=RESTARTS, max_task_retries=-1
-        )
+        )(_Worker)
         self._actors: list[Any] = [actor.remote(options) for _ in range(count)]
         hashes = {self._get(one.ask.remote(_weights)) for one in self._actors}
         if len(hashes) > 1:
@@ -128,8 +119,7 @@ class RayWorkers:
         of a chunk died, and what `work` raises."""
         import ray
 
-        rest = iter(items)
-        idle = list(self._actors)
+        rest, idle = iter(items), list(self._actors)
         running: dict[Any, Any] = {}  # result of a chunk: its actor
         while True:
             while idle and (chunk := list(islice(rest, size))):
@@ -190,15 +180,22 @@ def _weights(options: Any, model: DiffusionModel, weights: str) -> str:
 
 @contextmanager
 def ray_session(
-    address: str | None, workers: int, option: str, *, gpus: int = 0, log_to_driver: bool = False
-) -> Iterator[int]:
-    """Start or join Ray, and yield the cores that each worker may take; Ray gives a worker as many
-    threads of torch (OMP_NUM_THREADS, unless that is set).
+    address: str | None,
+    workers: int,
+    flag: str,
+    device: str | None = None,
+    *,
+    gpus: int | None = None,
+    log_to_driver: bool = False,
+) -> Iterator[tuple[int, int]]:
+    """Start or join Ray, and yield the cores and GPUs that each worker may take; Ray gives a worker
+    as many threads of torch (OMP_NUM_THREADS, unless that is set).
 
     Args:
         address: of a cluster; default RAY_ADDRESS. Without either Ray is started on 127.0.0.1 and
             stopped at the end. A process that has called `ray.init` keeps its own.
-        workers: how many. option: what asked for them, for errors. gpus: that each needs.
+        workers: how many. flag: what asked for them, for errors.
+        device: of a worker's model. gpus: that each needs; default one where the device is a GPU.
         log_to_driver: show on standard error what the workers write.
 
     Raises InputError where Ray is not installed, for a cluster that is not there, and for more
@@ -206,10 +203,22 @@ def ray_session(
     """
     require_ray()
     address = address or os.environ.get("RAY_ADDRESS") or "local"
+
+    def divided(nodes: Sequence[Mapping[str, float]]) -> tuple[int, int]:
+        each = gpus
+        if each is None:  # by default a model is on a GPU wherever there is one
+            there = any(node.get("GPU", 0) for node in nodes)
+            each = int(there if device is None else device != "cpu")
+        return share(nodes, workers, flag, each), each
+
     settings: dict[str, Any] = {"log_to_driver": log_to_driver, "logging_level": logging.ERROR}
     if address == "local":
-        here = {"CPU": cores_here(), "GPU": _gpus_here() if gpus else 0}
-        cores = share([here], workers, option, gpus)
+        here = {"CPU": usable_cpus(), "GPU": 0}
+        if gpus or device != "cpu":
+            import torch
+
+            here["GPU"] = torch.cuda.device_count()
+        divided([here])  # an error before Ray takes its seconds to start
         settings |= {"num_cpus": here["CPU"], "include_dashboard": False}
         if "ray" not in sys.modules:
             # Read when Ray is imported: without it, it would listen on other addresses, too.
@@ -218,29 +227,23 @@ def ray_session(
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
     import ray
 
-    if ray.is_initialized():
-        yield share(nodes(), workers, option, gpus)
-        return
+    joined = ray.is_initialized()
     try:
-        try:
-            if address not in ("local", "auto"):
-                _check_there(address)
-            ray.init(address, **settings)
-        except (OSError, OverflowError, RuntimeError, ValueError) as error:
-            reason = str(error).splitlines()[0]
-            raise InputError(f"no Ray cluster can be used at {address}: {reason}") from error
-        yield cores if address == "local" else share(nodes(), workers, option, gpus)
+        if not joined:
+            try:
+                if address not in ("local", "auto"):
+                    _check_there(address)
+                ray.init(address, **settings)
+            except (OSError, OverflowError, RuntimeError, ValueError) as error:
+                reason = str(error).splitlines()[0]
+                raise InputError(f"no Ray cluster can be used at {address}: {reason}") from error
+        yield divided([node["Resources"] for node in ray.nodes() if node["Alive"]])
     finally:  # also of a Ctrl-C while it starts
-        ray.shutdown()
+        if not joined:
+            ray.shutdown()
 
 
-def _gpus_here() -> int:
-    import torch
-
-    return torch.cuda.device_count()
-
-
-def share(there: Sequence[Mapping[str, float]], workers: int, option: str, gpus: int = 0) -> int:
+def share(there: Sequence[Mapping[str, float]], workers: int, flag: str, gpus: int = 0) -> int:
     """Return the most whole cores that each worker can have, each on one node with its GPUs.
 
     Two nodes of 8 cores hold 3 workers of 4 cores (two on one, one on the other), none with more.
@@ -248,31 +251,14 @@ def share(there: Sequence[Mapping[str, float]], workers: int, option: str, gpus:
     """
 
     def held(cores: int) -> int:
-        needed = {"CPU": cores, "GPU": gpus}
-        room = [
-            min(node.get(what, 0) // each for what, each in needed.items() if each)
-            for node in there
-        ]
-        return int(sum(room))
+        needed = {"CPU": cores, "GPU": gpus} if gpus else {"CPU": cores}
+        return int(sum(min(node.get(k, 0) // n for k, n in needed.items()) for node in there))
 
     if held(1) < workers:
         what = f"cores with {gpus} GPU each" if gpus else "cores"
-        raise InputError(f"{option} {workers}: there are {what} for {held(1)}")
+        raise InputError(f"{flag} {workers}: there are {what} for {held(1)}")
     most = int(max(node.get("CPU", 0) for node in there))
     return max(cores for cores in range(1, most + 1) if held(cores) >= workers)
-
-
-def nodes() -> list[Mapping[str, float]]:
-    """Return what each machine of the cluster has (CPU, GPU), in a session."""
-    import ray
-
-    return [node["Resources"] for node in ray.nodes() if node["Alive"]]
-
-
-def cores_here() -> int:
-    """Return the number of cores that this process may use."""
-    there = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
-    return there or 1
 
 
 def _check_there(address: str) -> None:

@@ -18,7 +18,6 @@ import time
 import traceback
 import warnings
 import weakref
-from collections import Counter
 from collections.abc import AsyncIterator, Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -49,21 +48,21 @@ class Ticket:
     left: bool = False  # set by a reader who leaves: it is cancelled before the next forward
 
 
-@dataclass(frozen=True)
+@dataclass
 class EngineStats:
     """Count the requests of an engine, and what it did for them."""
 
-    running: int  # in the batch
-    waiting: int  # accepted, and not in it yet
-    finished: int  # this and the next two: how the others ended, without those with a bad prompt
-    cancelled: int
-    failed: int
-    refused: int  # for a full queue, or after closing
-    forwards: int  # calls of the model
-    rows: int  # that they fed
-    tokens: int  # visible ones of those finished
-    slots: int  # of the cache
-    slots_used: int  # by requests, or by rows of prompts that are kept
+    running: int = 0  # in the batch
+    waiting: int = 0  # accepted, and not in it yet
+    finished: int = 0  # this and the next two: how the others ended, without those never queued
+    cancelled: int = 0
+    failed: int = 0
+    refused: int = 0  # for a full queue, or after closing
+    forwards: int = 0  # calls of the model
+    rows: int = 0  # that they fed
+    tokens: int = 0  # visible ones of those finished
+    slots: int = 0  # of the cache
+    slots_used: int = 0  # by requests, or by rows of prompts that are kept
 
 
 class EngineThread(threading.Thread):
@@ -78,9 +77,8 @@ class EngineThread(threading.Thread):
         self._wake = threading.Condition()
         self._new: list[Ticket] = []  # not known to the engine yet
         self._active: dict[int, Ticket] = {}  # by the request's index
-        self._running = self._slots_used = 0  # after the last forward
+        self._stats = EngineStats(slots=engine.pool.slots)  # as of the last forward
         self._blocked = False  # some wait for slots, though the batch has room
-        self._counts: Counter[str] = Counter()
         self.closed = self._stopping = False
         self._cause: BaseException | None = None  # what ended the thread unasked
         self.start()
@@ -88,25 +86,17 @@ class EngineThread(threading.Thread):
     @property
     def stats(self) -> EngineStats:
         with self._wake:
-            names = ("finished", "cancelled", "failed", "refused", "tokens")
-            return EngineStats(
-                running=self._running,
-                waiting=len(self._new) + len(self._active) - self._running,
-                forwards=self._engine.forwards,
-                rows=self._engine.rows,
-                slots=self._engine.pool.slots,
-                slots_used=self._slots_used,
-                **{name: self._counts[name] for name in names},
-            )
+            waiting = len(self._new) + len(self._active) - self._stats.running
+            return replace(self._stats, waiting=waiting)
 
     def enter(self, tickets: Sequence[Ticket]) -> None:
         """Queue all of these or none. Raises QueueFullError and EngineClosedError."""
         with self._wake:
             # Requests that fit into the next forward do not count as waiting.
-            room = self._running if self._blocked else self._engine.batch_size
+            room = self._stats.running if self._blocked else self._engine.batch_size
             waiting = len(self._new) + len(self._active) - room
             if self.closed or waiting + len(tickets) > self._max_waiting:
-                self._counts["refused"] += len(tickets)
+                self._stats.refused += len(tickets)
                 raise self._closed_error() if self.closed else QueueFullError(waiting)
             self._new += tickets
             self._wake.notify()
@@ -133,8 +123,18 @@ class EngineThread(threading.Thread):
                 self._advance()
         except BaseException as error:  # not the model: what cleans up after it, or an exit
             self._cause = error
-        finally:
-            self._end()
+        finally:  # leave nobody to wait for a thread that is gone
+            with self._wake:
+                self.closed = True
+                tickets = [*self._active.values(), *self._new]
+                self._active, self._new = {}, []
+                self._stats.running = 0
+                if self._cause is None:
+                    self._stats.cancelled += len(tickets)
+                else:
+                    self._stats.failed += len(tickets)
+            self._engine.close()
+            self._send([(ticket, self._closed_error()) for ticket in tickets])
 
     def _collect(self) -> bool:
         """Take in who came, cancel who left, and sleep while nobody is there. False: it is over."""
@@ -148,18 +148,19 @@ class EngineThread(threading.Thread):
         left = [ticket for ticket in self._active.values() if ticket.left]
         for ticket in left:
             self._engine.cancel(ticket.request)
-            with self._wake:
-                del self._active[ticket.request.index]
-                self._counts["cancelled"] += 1
         if left:
-            self._publish(blocked=False)
+            with self._wake:
+                for ticket in left:
+                    del self._active[ticket.request.index]
+                self._stats.cancelled += len(left)
+                self._note(blocked=False)
         return not self._stopping and (not self.closed or bool(self._new or self._active))
 
-    def _publish(self, *, blocked: bool) -> None:
-        with self._wake:
-            self._running = len(self._engine.running)
-            self._slots_used = self._engine.pool.used
-            self._blocked = blocked
+    def _note(self, *, blocked: bool) -> None:
+        """Note how full the engine is; the lock is held."""
+        engine, stats, self._blocked = self._engine, self._stats, blocked
+        stats.running, stats.slots_used = len(engine.running), engine.pool.used
+        stats.forwards, stats.rows = engine.forwards, engine.rows
 
     def _advance(self) -> None:
         try:
@@ -180,34 +181,22 @@ class EngineThread(threading.Thread):
                 sent.append((ticket, event))
                 if event.result is not None:
                     del self._active[event.request]
-                    self._counts["failed" if event.error else "finished"] += 1
-                    self._counts["tokens"] += len(event.result.tokens)
+                    self._stats.failed += event.error is not None
+                    self._stats.finished += event.error is None
+                    self._stats.tokens += len(event.result.tokens)
             # Before a reader goes on, who may look.
-            self._publish(blocked=bool(self._engine.waiting))
+            self._note(blocked=bool(self._engine.waiting))
         self._send(sent)
 
-    def _send(self, sent: Iterable[tuple[Ticket, Event | Exception]]) -> None:
+    def _send(self, sent: Sequence[tuple[Ticket, Event | Exception]]) -> None:
         """Give events to their readers, in one call of each loop."""
-        loops: dict[asyncio.AbstractEventLoop, list[tuple[Ticket, Event | Exception]]] = {}
-        for ticket, item in sent:
-            loops.setdefault(ticket.loop, []).append((ticket, item))
-        for loop, items in loops.items():
+        for loop in {ticket.loop for ticket, _ in sent}:
+            its = [(ticket, item) for ticket, item in sent if ticket.loop is loop]
             try:
-                loop.call_soon_threadsafe(_deliver, items)
+                loop.call_soon_threadsafe(_deliver, its)
             except RuntimeError:  # the loop is closed: nobody reads any more
-                for ticket, _ in items:
+                for ticket, _ in its:
                     ticket.left = True
-
-    def _end(self) -> None:
-        """Leave nobody to wait for a thread that is gone."""
-        with self._wake:
-            self.closed = True
-            tickets = [*self._active.values(), *self._new]
-            self._active, self._new = {}, []
-            self._running = 0
-            self._counts["cancelled" if self._cause is None else "failed"] += len(tickets)
-        self._engine.close()
-        self._send((ticket, self._closed_error()) for ticket in tickets)
 
 
 def _deliver(items: Iterable[tuple[Ticket, Event | Exception]]) -> None:

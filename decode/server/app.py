@@ -18,10 +18,9 @@ from starlette.requests import ClientDisconnect
 from starlette.staticfiles import StaticFiles
 
 import d2f
-from d2f.errors import InputError
 from d2f.tasks import DEFAULT_TASKS, make_problems
 from decode.decoders.base import options_of
-from decode.server.answers import ChatAnswers, CompletionAnswers
+from decode.server.answers import Answers, StreamedAnswer
 from decode.server.generation import (
     Generation,
     choose_decoder,
@@ -33,19 +32,21 @@ from decode.server.middleware import ID_HEADER, Record, RequestFrame
 from decode.server.models import Kind, ServedModel
 from decode.server.options import Options
 from decode.server.protocol import (
+    AnyRequest,
     ApiError,
     ChatRequest,
     CompletionRequest,
     Fields,
     Ids,
     Messages,
+    blaming,
     read_fields,
 )
-from decode.server.state import Metrics, ServerState, state_of
-from decode.server.stream import StreamedAnswer
+from decode.server.state import ServerState, state_of
 
 PAGE = Path(__file__).with_name("page")
 EXAMPLES = 5  # problems a task
+LARGE_BODY = 100_000  # bytes that take long enough to hold up others
 
 router = APIRouter()
 Found = TypeVar("Found")
@@ -55,17 +56,13 @@ Asked = TypeVar("Asked", bound=Fields)
 @router.post("/v1/completions")
 async def completions(request: Request) -> Response:
     """Continue text or ids, which are taken as they are, without a chat template."""
-    asked = await _read(CompletionRequest, request)
-    generation = await _prepare(request, asked, "prompt")
-    return await _answer(request, generation, CompletionAnswers(generation, asked))
+    return await _answer(request, await _read(CompletionRequest, request), "prompt")
 
 
 @router.post("/v1/chat/completions")
 async def chat_completions(request: Request) -> Response:
     """Answer messages, through the model's chat template."""
-    asked = await _read(ChatRequest, request)
-    generation = await _prepare(request, asked, "messages")
-    return await _answer(request, generation, ChatAnswers(generation, asked))
+    return await _answer(request, await _read(ChatRequest, request), "messages")
 
 
 async def _read(kind: type[Asked], request: Request) -> Asked:
@@ -92,20 +89,19 @@ async def _read(kind: type[Asked], request: Request) -> Asked:
                     raise too_large
     except TimeoutError as error:
         raise ApiError(408, f"the body did not come within {seconds:g} seconds") from error
-    return read_fields(kind, bytes(body), state.most_elements)
+    read = partial(read_fields, kind, bytes(body), state.most_elements)
+    return read() if len(body) < LARGE_BODY else await asyncio.to_thread(read)
 
 
-async def _prepare(
-    request: Request, asked: CompletionRequest | ChatRequest, field: str
-) -> Generation:
-    """Check everything, and encode the prompts. field: the one that they came in."""
-    state = state_of(request)
+async def _prepare(request: Request, asked: AnyRequest, field: str) -> Generation:
+    """Check everything, and encode the prompts."""
     record: Record = request.scope["d2f.record"]
-    options, prompts = state.options, asked.prompts
+    state, prompts = state_of(request), asked.prompts
+    options = state.options
     if options.log_prompts:
         record.prompts = prompts
     served = state.find(asked.model)
-    kind = likelihood_of(served) if asked.scored else None
+    scorer = likelihood_of(served) if asked.scored else None
     choices = len(prompts) * asked.n
     most = min(options.max_choices, options.max_batch + options.max_waiting)
     if choices > most:
@@ -115,31 +111,31 @@ async def _prepare(
             param="n" if asked.n > 1 else field,
         )
     decoder = choose_decoder(served, asked)
-    if asked.max_tokens == 0 and kind is not None:
-        decoder, kind = kind, None  # there is nothing else to decode
+    if asked.max_tokens == 0 and scorer is not None:
+        decoder, scorer = scorer, None  # there is nothing else to decode
     fixed = asked.max_tokens is not None
     make = partial(make_jobs, served, prompts, decoder, field, fixed=fixed)
     jobs = await beside(request, served, make)
     ids = [ids for ids, _ in jobs]
-    generation = record.generation = Generation(
+    record.generation = Generation(
         record.id,
         served,
         asked,
         decoder,
         jobs,
-        scored=() if kind is None else make_jobs(served, ids, kind, field, fixed=True),
+        scored=() if scorer is None else make_jobs(served, ids, scorer, field, fixed=True),
         began=record.began,
-        seconds=options.request_timeout,
+        limit=options.request_timeout,
     )
-    return generation
+    return record.generation
 
 
-async def _answer(
-    request: Request, generation: Generation, answers: ChatAnswers | CompletionAnswers
-) -> Response:
-    """Queue it, and wait for its answers, or stream them."""
-    if answers.request.stream:
-        response = StreamedAnswer(generation, answers, state_of(request).options)
+async def _answer(request: Request, asked: AnyRequest, field: str) -> Response:
+    """Queue it, and wait for its answers, or stream them. field: the one of the prompts."""
+    generation = await _prepare(request, asked, field)
+    answers = Answers(generation, asked)
+    if asked.stream:
+        response = StreamedAnswer(answers, state_of(request).options)
         generation.start(response.take)
         return response
     generation.start()
@@ -149,17 +145,9 @@ async def _answer(
 
 async def beside(request: Request, served: ServedModel, work: Callable[[], Found]) -> Found:
     """Do a model's work of preparation beside the event loop, one at a time; the turn of a client
-    that has left is skipped, but one that has begun comes to its end before the next begins."""
-
-    async def in_turn() -> Found:
-        async with served.preparing:
-            thread = asyncio.ensure_future(asyncio.to_thread(work))
-            try:
-                return await asyncio.shield(thread)
-            finally:
-                await asyncio.wait({thread})
-
-    return await unless_gone(request, in_turn())
+    that has left is skipped."""
+    loop = asyncio.get_running_loop()
+    return await unless_gone(request, loop.run_in_executor(served.preparing, work))
 
 
 async def unless_gone(request: Request, work: Awaitable[Found]) -> Found:
@@ -273,20 +261,17 @@ async def tokenize(request: Request) -> dict[str, Any]:
 
 
 def _ids(served: ServedModel, asked: _Tokenize) -> list[int]:
-    field = "prompt" if asked.messages is None else "messages"
+    field, chat = ("prompt", False) if asked.messages is None else ("messages", True)
     prompt: Any = asked.prompt or [message.plain() for message in asked.messages or []]
-    try:
+    with blaming(field):
         ids = encode_prompt(served, prompt, field)
-    except InputError as error:
-        raise ApiError(400, str(error), param=field) from error
-    wanted = asked.add_special_tokens
-    if wanted is None or wanted == (asked.messages is None):
+    special = asked.add_special_tokens
+    if special is None or special != chat:
         return ids
     tokenizer = _tokenizer(served)
-    text = prompt
-    if asked.messages is not None:
-        text = tokenizer.apply_chat_template(prompt, tokenize=False, add_generation_prompt=True)
-    return list(tokenizer(text, add_special_tokens=wanted)["input_ids"])
+    if chat:
+        prompt = tokenizer.apply_chat_template(prompt, tokenize=False, add_generation_prompt=True)
+    return list(tokenizer(prompt, add_special_tokens=special)["input_ids"])
 
 
 @router.post("/detokenize")
@@ -373,9 +358,7 @@ def create_app(models: Sequence[ServedModel], options: Options | None = None) ->
         yield
         await state.cancel()
 
-    by_name = {served.name: served for served in models}
-    options = options or Options()
-    state = ServerState(by_name, options, Metrics(by_name))
+    state = ServerState({served.name: served for served in models}, options or Options())
     # No pages of documentation: they load scripts from elsewhere.
     app = FastAPI(title="d2f-toolkit", docs_url=None, redoc_url=None, lifespan=lifespan)
     app.state.server = state
@@ -383,10 +366,10 @@ def create_app(models: Sequence[ServedModel], options: Options | None = None) ->
     app.mount("/page", StaticFiles(directory=PAGE), name="page")
     app.add_exception_handler(HTTPException, _http_error)
     app.add_middleware(RequestFrame, state=state)
-    if options.cors_origin:  # around the frame: what a browser asks first bears no key
+    if state.options.cors_origin:  # around the frame: what a browser asks first bears no key
         app.add_middleware(
             CORSMiddleware,
-            allow_origins=options.cors_origin,
+            allow_origins=state.options.cors_origin,
             allow_methods=["GET", "POST"],
             allow_headers=["authorization", "content-type", ID_HEADER],
             expose_headers=[ID_HEADER],

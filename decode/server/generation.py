@@ -17,7 +17,7 @@ from decode.engine.async_engine import Ticket
 from decode.engine.likelihood import Likelihood
 from decode.engine.prompts import Prompt, checked, encode
 from decode.server.models import ServedModel
-from decode.server.protocol import AnyRequest, ApiError, TextRequest, as_api_error
+from decode.server.protocol import AnyRequest, ApiError, TextRequest, as_api_error, blaming
 from decode.server.text import ResponseText
 from decode.step import Event, Result, TokenLikelihood
 
@@ -35,7 +35,7 @@ def make_jobs(
     jobs = []
     for place, prompt in enumerate(prompts):
         where = field if len(prompts) == 1 else f"{field} {place}"
-        try:
+        with blaming(field):
             ids, own = encode_prompt(served, prompt, where), decoder
             room = served.context_length - len(ids) - decoder.extra_positions
             if not fixed:
@@ -49,8 +49,6 @@ def make_jobs(
                 has = f"{len(ids)} tokens and the response {own.length}{more}"
                 raise _too_long(where, has, served)
             jobs.append(checked(served.model, ids, own, where, raw=True))
-        except InputError as error:
-            raise ApiError(400, str(error), param=field) from error
     return jobs
 
 
@@ -118,7 +116,8 @@ class Choice:
         if event.error is not None:
             raise event.error
         self.result, before = event.result, self.text.settled
-        piece = self.text.take(event)
+        with panics_are_errors():
+            piece = self.text.take(event)
         if self.text.settled > before:
             self.grew.append(time.perf_counter())
         return piece
@@ -136,7 +135,7 @@ class Generation:
     decoder: that of the request; jobs: its prompts, each with that decoder at its own length.
     scored: prompts whose likelihoods are wanted, too; they are known before the first event.
     began: when the request came, by `time.perf_counter`.
-    seconds: that it may take.
+    limit: seconds that it may take.
     """
 
     def __init__(
@@ -149,7 +148,7 @@ class Generation:
         *,
         scored: Sequence[Job] = (),
         began: float,
-        seconds: float,
+        limit: float,
     ):
         self.id = id
         self.served = served
@@ -161,7 +160,7 @@ class Generation:
         self.outcome = "cancelled"  # until it is known to have ended otherwise
         self.error: str | None = None
         self._request = request
-        self._deadline = asyncio.get_running_loop().time() + seconds - self.seconds
+        self._limit = limit
         logprobs = request.tops is not None
         tokenizer = served.model.tokenizer if request.stream or logprobs else None
         end_ids = () if request.ignore_eos else served.model.end_ids
@@ -179,19 +178,18 @@ class Generation:
             Choice(p, ids, kind, ResponseText(None)) for p, (ids, kind) in enumerate(scored)
         ]
         self._all = [*self._scores, *self.choices]
-        self._tickets: list[Ticket] = []
-        self._take: Take | None = None
-        self._held: list[tuple[Choice, Event, str]] = []  # until the likelihoods are known
         self._running = len(self._all)
-        self._ended = asyncio.Event()
-        self._failure: Exception | None = None
+        self._tickets: list[Ticket] = []
+        self._take: Take = lambda *_: None
+        self._held: list[tuple[Choice, Event, str]] = []  # until the likelihoods are known
+        self._ended = asyncio.get_running_loop().create_future()
 
     def start(self, take: Take | None = None) -> None:
         """Queue all choices, or none. Raises ApiError.
 
         take: called with each event as it comes, in the event loop; it must not wait.
         """
-        self._take = take
+        self._take = take or self._take
         with self._noting_errors():
             self._tickets = self.served.engine.submit(
                 [(choice.prompt, choice.decoder) for choice in self._all],
@@ -205,10 +203,7 @@ class Generation:
         cancels the others; cancelling this cancels all."""
         try:
             with self._noting_errors():
-                async with asyncio.timeout_at(self._deadline):
-                    await self._ended.wait()
-                if self._failure is not None:
-                    raise self._failure
+                await asyncio.wait_for(self._ended, self._limit - self.seconds)
             self.outcome = "finished"
         finally:
             self.cancel()
@@ -223,19 +218,18 @@ class Generation:
         try:
             if isinstance(item, Exception):
                 raise item
-            with panics_are_errors():
-                piece = choice.take(item)
-            if self._take is not None:
-                if choice not in self._scores:
-                    self._held.append((choice, item, piece))
-                while self._held and all(score.result for score in self._scores):
-                    self._take(*self._held.pop(0))
+            piece = choice.take(item)
+            if choice not in self._scores:
+                self._held.append((choice, item, piece))
+            while self._held and all(score.result for score in self._scores):
+                self._take(*self._held.pop(0))
             self._running -= item.result is not None
+            if not self._running:
+                self._ended.set_result(None)
         except Exception as error:
-            self._failure = error
             self.cancel()
-        if self._failure is not None or not self._running:
-            self._ended.set()
+            if not self._ended.done():
+                self._ended.set_exception(error)
 
     @contextmanager
     def _noting_errors(self) -> Iterator[None]:
@@ -244,7 +238,7 @@ class Generation:
             yield
         except Exception as error:
             found = as_api_error(error)
-            self.error = str(error if found is None else found.detail)
+            self.error = str(found.detail if found else error)
             self.outcome = "failed"
             if found is not None:
                 default = "refused" if found.status_code < 500 else "failed"
@@ -312,21 +306,19 @@ def choose_decoder(served: ServedModel, asked: TextRequest) -> Decoder:
     except InputError as error:  # it begins with the option's name, unless several do not agree
         name = str(error).partition(" ")[0]
         raise ApiError(400, str(error), param=name if name in values else "decoder") from error
-    if decoder.greedy:
-        decoder = replace(decoder, seed=0)
-        if asked.n > 1:
-            raise ApiError(
-                400,
-                f"n is {asked.n}, and greedy decoding gives the same answer each time: expected "
-                "n 1, or a temperature above 0",
-                param="n",
-            )
-    return decoder
+    if not decoder.greedy:
+        return decoder
+    if asked.n > 1:
+        raise ApiError(
+            400,
+            f"n is {asked.n}, and greedy decoding gives the same answer each time: expected n 1, "
+            "or a temperature above 0",
+            param="n",
+        )
+    return replace(decoder, seed=0)
 
 
 def likelihood_of(served: ServedModel) -> Likelihood:
     """Return the scorer of prompts. Raises ApiError (400) for a bidirectional model."""
-    try:
+    with blaming("echo", "echo with logprobs: "):
         return Likelihood.of(served.model.contract)
-    except InputError as error:
-        raise ApiError(400, f"echo with logprobs: {error}", param="echo") from error

@@ -21,10 +21,10 @@ from starlette.requests import ClientDisconnect
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from d2f.errors import one_line, panics_are_errors
+from decode.server.answers import SlowClientError
 from decode.server.generation import Generation
 from decode.server.protocol import ApiError
 from decode.server.state import ServerState
-from decode.server.stream import SlowClientError
 
 LOGGER = logging.getLogger("decode.server")
 Format = Literal["text", "json"]

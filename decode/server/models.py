@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import asyncio
 import inspect
 import math
 import time
 from collections.abc import Mapping, Sequence
+from concurrent.futures import Executor, ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any
 
 import transformers
@@ -17,7 +17,7 @@ from d2f.command import say
 from d2f.contract import Contract
 from d2f.errors import InputError
 from d2f.model import DiffusionModel
-from decode.cli import DecoderSettings, checked_outline, load, option_names
+from decode.cli import DecoderSettings, checked_outline, load, option_names, read_settings
 from decode.decoders import DECODERS, Decoder, default_decoder, find_decoder, qualified_name
 from decode.decoders.base import common_options
 from decode.engine.async_engine import AsyncEngine
@@ -41,7 +41,8 @@ class ServedModel:
     context_length: int  # most tokens of a prompt and its response together
     sanitize: bool = False  # what looks like control tokens in a chat's text is plain text
     created: int = field(default_factory=lambda: int(time.time()))
-    preparing: asyncio.Lock = field(default_factory=asyncio.Lock)  # one request's prompts at a time
+    # One request's prompts at a time: tokenizers are not for several threads.
+    preparing: Executor = field(default_factory=partial(ThreadPoolExecutor, 1))
 
     def options(self, kind: Kind) -> dict[str, Any]:
         """Return the operator's options of a decoder."""
@@ -68,7 +69,7 @@ def serve_model(
     contract = model.contract
     default = choose_default(contract, settings)
     allowed = options.allowed
-    kinds = DECODERS.values() if allowed is None else [find_decoder(one) for one in allowed]
+    kinds = DECODERS.values() if allowed is None else map(find_decoder, allowed)
     decoders = {qualified_name(kind): kind for kind in (default, *kinds) if fits(kind, contract)}
     context = min(model.context_length, options.max_model_len or model.context_length)
     served = ServedModel(
@@ -94,7 +95,7 @@ def fits(kind: Kind, contract: Contract) -> bool:
     return True
 
 
-def check_models(options: Options, settings: DecoderSettings) -> None:
+def check_models(options: Options) -> None:
     """Raise InputError where the models, read without their weights, do not fit the options."""
     takes = inspect.signature(transformers.PreTrainedTokenizerBase.apply_chat_template).parameters
     if options.sanitize_content and "sanitize_control_tokens" not in takes:
@@ -102,7 +103,7 @@ def check_models(options: Options, settings: DecoderSettings) -> None:
             f"--sanitize-content needs transformers 5.23, got {transformers.__version__}"
         )
     named = (replace(options, model=name) for name in options.named.values())
-    check_settings([checked_outline(one) for one in named], settings)
+    check_settings([checked_outline(one) for one in named], read_settings(options))
 
 
 def check_settings(models: Sequence[DiffusionModel], settings: DecoderSettings) -> None:
@@ -118,9 +119,9 @@ def check_settings(models: Sequence[DiffusionModel], settings: DecoderSettings) 
         )
 
 
-def load_models(options: Options, settings: DecoderSettings) -> list[ServedModel]:
+def load_models(options: Options) -> list[ServedModel]:
     """Load all models of a command line and start their engines. Raises InputError."""
-    longest, models = options.max_model_len, []
+    settings, longest, models = read_settings(options), options.max_model_len, []
     for alias, name in options.named.items():
         say(f"loading {name}")
         model, _ = load(replace(options, model=name))

@@ -124,18 +124,20 @@ class ReplicaOptions:
                     flag = name.replace("_", "-")
                     raise InputError(f"--{flag} needs --replicas or --max-replicas")
             return
-        self.min_replicas = self.min_replicas or 1
-        if self.min_replicas > self.max_replicas:
-            raise InputError(
-                f"--min-replicas {self.min_replicas} is more than --max-replicas "
-                f"{self.max_replicas}"
-            )
-        if self.tensor_parallel > 1:
-            raise InputError("--tensor-parallel is not for replicas: each of them is one process")
-        if self.device is not None and self.device.startswith("cuda:"):
-            raise InputError(
-                f"--device {self.device}: Ray gives each replica a GPU of its own, expected cuda"
-            )
+        self.min_replicas = least = self.min_replicas or 1
+        for what, is_so in {
+            f"--min-replicas {least} is more than --max-replicas {self.max_replicas}": (
+                least > self.max_replicas
+            ),
+            "--tensor-parallel is not for replicas: each of them is one process": (
+                self.tensor_parallel > 1
+            ),
+            f"--device {self.device}: Ray gives each replica a GPU of its own, expected cuda": (
+                ":" in (self.device or "")
+            ),
+        }.items():
+            if is_so:
+                raise InputError(what)
 
 
 @dataclass(kw_only=True)

@@ -7,6 +7,8 @@ have the value that asks for nothing, and an unknown one is a 400.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Annotated, Any, ClassVar, Literal, Self, TypeVar
 
 from fastapi.responses import JSONResponse
@@ -75,6 +77,16 @@ def as_api_error(error: Exception) -> ApiError | None:
     return None
 
 
+@contextmanager
+def blaming(param: str, before: str = "") -> Iterator[None]:
+    """Raise an InputError as the ApiError of a field. before: begins its message."""
+    try:
+        yield
+    except InputError as error:
+        raise ApiError(400, f"{before}{error}", param=param) from error
+
+
+MOST_FIELDS = 200
 Stop = Annotated[str, Field(min_length=1, max_length=256)]
 Count = Annotated[int, Field(ge=1, le=MOST)]
 Tops = Annotated[int, Field(ge=0, le=1)]  # a decoder keeps no more than the likeliest token
@@ -82,24 +94,20 @@ Ids = Annotated[list[int], Field(fail_fast=True)]  # the first wrong one is enou
 
 # The values that ask for nothing, of unsupported fields.
 _NEUTRAL: dict[str, tuple[Any, ...]] = {
-    name: values
-    for names, values in {
-        "frequency_penalty min_p min_tokens presence_penalty": (0,),
-        "best_of length_penalty repetition_penalty": (1,),
-        "store use_beam_search": (False,),
-        "skip_special_tokens spaces_between_special_tokens": (True,),
-        "parallel_tool_calls": (True, False),
-        "functions tools": ([],),
-        "logit_bias metadata": ({},),
-        "function_call tool_choice": ("none", "auto"),
-        "guided_json prompt_logprobs": (),
-        "modalities": (["text"],),
-        "reasoning_effort": ("none",),
-        "response_format": ({"type": "text"},),
-        "service_tier": ("auto", "default"),
-        "suffix": ("",),
-    }.items()
-    for name in names.split()
+    **dict.fromkeys(("frequency_penalty", "min_p", "min_tokens", "presence_penalty"), (0,)),
+    **dict.fromkeys(("best_of", "length_penalty", "repetition_penalty"), (1,)),
+    **dict.fromkeys(("store", "use_beam_search"), (False,)),
+    **dict.fromkeys(("skip_special_tokens", "spaces_between_special_tokens"), (True,)),
+    **dict.fromkeys(("functions", "tools"), ([],)),
+    **dict.fromkeys(("logit_bias", "metadata"), ({},)),
+    **dict.fromkeys(("function_call", "tool_choice"), ("none", "auto")),
+    **dict.fromkeys(("guided_json", "prompt_logprobs"), ()),
+    "parallel_tool_calls": (True, False),
+    "modalities": (["text"],),
+    "reasoning_effort": ("none",),
+    "response_format": ({"type": "text"},),
+    "service_tier": ("auto", "default"),
+    "suffix": ("",),
 }
 
 
@@ -111,15 +119,17 @@ class Fields(BaseModel):
     @model_validator(mode="before")
     @classmethod
     def _given(cls, values: Any, info: ValidationInfo) -> Any:
-        """Drop null fields, and refuse a large list or object before its elements are checked, all
-        of which would take long."""
+        """Drop null fields, and refuse too many fields or elements of a list before they are
+        checked one by one, which would take long."""
         if not isinstance(values, dict):
             return values
+        if len(values) > MOST_FIELDS:
+            raise ValueError(f"expected at most {MOST_FIELDS} fields, got {len(values)}")
         most = info.context["most"] if info.context else MOST
-        for name, value in {"": values, **values}.items():
-            if isinstance(value, list | dict) and len(value) > most:
+        for name, value in values.items():
+            if isinstance(value, list) and len(value) > most:
                 what = f"{name}: expected at most {most} elements, as many as the context holds"
-                raise ApiError(400, f"{what}, got {len(value)}", param=name or None)
+                raise ApiError(400, f"{what}, got {len(value)}", param=name)
         return {name: value for name, value in values.items() if value is not None}
 
 
@@ -272,7 +282,7 @@ Kind = TypeVar("Kind", bound=Fields)
 def read_fields(kind: type[Kind], body: bytes, most: int) -> Kind:
     """Parse and check the JSON of a request. Raises ApiError (400), which names the field.
 
-    most: elements of a list or object.
+    most: elements of a list.
     """
     try:
         values = from_json(body, allow_inf_nan=False)

@@ -15,7 +15,6 @@ from ray.serve import Application
 
 from d2f.errors import InputError
 from d2f.quiet import quiet
-from decode.cli import read_settings
 from decode.server.app import create_app
 from decode.server.middleware import set_up_logs
 from decode.server.models import check_models, load_models
@@ -48,11 +47,10 @@ class Replica:
         sys.setswitchinterval(SWITCH_SECONDS)
 
     def __serve_build_asgi_app__(self) -> FastAPI:
-        options = self._options
-        set_up_logs(options.log_format)
-        with quiet(options.verbose):
-            models = load_models(options, read_settings(options))
-        app = create_app(models, listening_at(options, self._address))
+        set_up_logs(self._options.log_format)
+        with quiet(self._options.verbose):
+            models = load_models(self._options)
+        app = create_app(models, listening_at(self._options, self._address))
         self._state = app.state.server
         return app
 
@@ -72,7 +70,7 @@ def application(args: dict[str, Any]) -> Application:
     options = parse(command_line(args))
     if options.max_replicas is not None:
         raise InputError("args: how many replicas there are is num_replicas of the deployment")
-    check_models(options, read_settings(options))
+    check_models(options)
     return bound(options, "0.0.0.0")
 
 

@@ -114,9 +114,11 @@ class ServerState:
 
     models: Mapping[str, ServedModel]  # by the names that they are served under
     options: Options
-    metrics: Metrics
     in_flight: int = 0  # requests that are not answered to their end
     draining: bool = False  # new ones are refused: the server is about to end
+
+    def __post_init__(self) -> None:
+        self.metrics = Metrics(self.models)
 
     def find(self, name: str | None) -> ServedModel:
         """Find the model served under a name; the first one for None. Raises ApiError (404)."""

@@ -28,7 +28,7 @@ import math
 import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, Literal
 
 from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 from transformers.convert_slow_tokenizer import bytes_to_unicode
@@ -164,9 +164,8 @@ class GrowingText:
     def __init__(self, tokenizer: PreTrainedTokenizerBase | None, *, special: bool = False):
         self._tokenizer: Any = tokenizer
         self._skip = not special
-        parts = _decoder_parts(tokenizer)
-        bytes_alone = [part["type"] for part in parts] == ["ByteLevel"]
-        self._is_known = bytes_alone or (bool(parts) and all(map(_is_local, parts)))
+        kind = _kind_of(tokenizer)
+        bytes_alone, self._is_known = kind == "bytes", kind != ""
         cleans = getattr(tokenizer, "clean_up_tokenization_spaces", False)
         self._cleaned = _CLEANED if cleans else 0
         self._forgets = bytes_alone and not cleans
@@ -204,23 +203,25 @@ class GrowingText:
         return token in self._special or bool(_BYTE.fullmatch(name))
 
 
-def _decoder_parts(tokenizer: PreTrainedTokenizerBase | None) -> list[dict[str, Any]]:
-    """List the parts of a tokenizer's decoder; none where it is not the library's."""
+def _kind_of(tokenizer: Any) -> Literal["bytes", "runs", ""]:
+    """Tell how a tokenizer's text grows: by bytes in a row, by tokens and runs of byte tokens, or
+    in a way that is not known, as where its decoder is not the library's."""
     if tokenizer is None or type(tokenizer)._decode is not PreTrainedTokenizerFast._decode:
-        return []
-    core: Any = tokenizer
-    if core.backend_tokenizer.decoder is None:
-        return []
-    state = json.loads(core.backend_tokenizer.decoder.__getstate__())
-    return list(state["decoders"]) if state["type"] == "Sequence" else [state]
+        return ""
+    decoder = tokenizer.backend_tokenizer.decoder
+    state: Any = {"type": ""} if decoder is None else json.loads(decoder.__getstate__())
+    parts = state["decoders"] if state["type"] == "Sequence" else [state]
+    if [part["type"] for part in parts] == ["ByteLevel"]:
+        return "bytes"
 
+    def is_local(part: dict[str, Any]) -> bool:
+        """Tell whether what it makes of some tokens stays when more of them come."""
+        # A longer pattern than one character may be completed, what is stripped at the end may not
+        # be the end.
+        pattern = part.get("pattern", {"String": " "}).get("String", "")
+        return part["type"] in _LOCAL and len(pattern) == 1 and not part.get("stop", 0)
 
-def _is_local(part: dict[str, Any]) -> bool:
-    """Tell whether what a decoder makes of some tokens stays when more of them come."""
-    # A longer pattern than one character may be completed, what is stripped at the end may not be
-    # the end.
-    pattern = part.get("pattern", {"String": " "}).get("String", "")
-    return part["type"] in _LOCAL and len(pattern) == 1 and not part.get("stop", 0)
+    return "runs" if parts and all(map(is_local, parts)) else ""
 
 
 def prompt_logprobs(

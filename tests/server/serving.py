@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 import json
+import os
 import signal
 import socket
+import subprocess
+import sys
+import tempfile
 import threading
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import httpx
@@ -19,12 +24,13 @@ from fastapi.testclient import TestClient
 from d2f.model import DiffusionModel
 from decode.cli import DecoderSettings
 from decode.engine.async_engine import AsyncEngine
-from decode.server import run
 from decode.server.app import create_app
 from decode.server.models import ServedModel, serve_model
 from decode.server.options import Options
+from decode.server.run import Server
 
-PATIENCE = 30.0  # seconds after which a test has failed
+ROOT = Path(__file__).parent.parent.parent
+PATIENCE = 200.0  # seconds after which a test has failed
 QUESTION = "Use 3 and 4 to make 12."
 JSON = {"content-type": "application/json"}
 CHAT = {"model": "tiny-d2f", "messages": [{"role": "user", "content": QUESTION}]}
@@ -110,7 +116,7 @@ def listening(app: FastAPI, **more: Any) -> Iterator[str]:
     """Serve an application in a thread, and yield its address. more: options of uvicorn."""
     listener = socket.create_server(("127.0.0.1", 0))
     config = uvicorn.Config(app, log_config=None, access_log=False, **more)
-    server = app.state.uvicorn = run.Server(config, app.state.server)
+    server = app.state.uvicorn = Server(config, app.state.server)
     thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]})
     thread.start()
     try:
@@ -123,9 +129,29 @@ def listening(app: FastAPI, **more: Any) -> Iterator[str]:
         assert not thread.is_alive()
 
 
-def wait_until(condition: Any) -> None:
+@contextmanager
+def command(*words: str, **headers: str) -> Iterator[tuple[subprocess.Popen, httpx.Client, Path]]:
+    """Run the command in a process; yield it, a client of it, and its log."""
+    with tempfile.NamedTemporaryFile() as file:
+        log = Path(file.name)
+        process = subprocess.Popen(
+            [sys.executable, "-m", "decode.serve", "--port", "0", *words],
+            stderr=file.fileno(),
+            env=os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
+        )
+        try:
+            wait_until(lambda: process.poll() or "serving on http" in log.read_text(), every=0.1)
+            url = log.read_text().split("serving on ")[1].split()[0]
+            with httpx.Client(base_url=url, timeout=PATIENCE, headers=headers) as client:
+                yield process, client, log
+        finally:
+            process.kill()
+            process.wait()
+
+
+def wait_until(condition: Any, every: float = 0.005) -> None:
     """Return when it holds; the test fails where it never does."""
     end = time.monotonic() + PATIENCE
     while not condition():
         assert time.monotonic() < end, "it did not come"
-        time.sleep(0.005)
+        time.sleep(every)

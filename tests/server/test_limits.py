@@ -5,8 +5,9 @@ from __future__ import annotations
 import asyncio
 import json
 import socket
+import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from urllib.parse import urlsplit
 
@@ -18,10 +19,10 @@ from tiny import Gate, fresh_model, random_model
 
 import decode
 from decode.server import app, generation, run
+from decode.server.answers import StreamedAnswer
 from decode.server.app import create_app
 from decode.server.models import ServedModel
 from decode.server.options import Options
-from decode.server.stream import StreamedAnswer
 
 LONG = {"model": "m", "prompt": [9, 10, 11], "max_tokens": 40, "decoder": "static"}
 SHORT = {"model": "m", "prompt": [9], "max_tokens": 3}
@@ -95,8 +96,9 @@ def test_a_client_that_leaves_cancels_all_its_choices(gated, streamed):
         assert alone.ask(other)["choices"] == left["choices"]
 
 
-async def ask(server, body: dict, send, *, leaves: bool = False) -> None:
-    """Ask the application message by message, as a client that stays, or leaves at once."""
+async def ask(server, body: dict, send, *, leaves: Sequence = ()) -> None:
+    """Ask the application message by message, as a client that leaves once there is something in
+    `leaves`."""
     messages = [{"type": "http.request", "body": json.dumps(body).encode(), "more_body": False}]
     scope = {
         "type": "http", "method": "POST", "path": "/v1/completions", "query_string": b"",
@@ -105,8 +107,8 @@ async def ask(server, body: dict, send, *, leaves: bool = False) -> None:
     }  # fmt: skip
 
     async def receive() -> dict:
-        if not messages and not leaves:
-            await asyncio.Event().wait()
+        while not messages and not leaves:
+            await asyncio.sleep(0.005)
         return messages.pop() if messages else {"type": "http.disconnect"}
 
     await asyncio.wait_for(server(scope, receive, send), 30)
@@ -130,12 +132,13 @@ def test_one_prompt_is_prepared_at_a_time_and_those_who_left_are_skipped(monkeyp
 
     async def main() -> None:
         app = create_app([served])
-        await served.preparing.acquire()
-        await ask(app, SHORT, send, leaves=True)
+        busy = threading.Event()
+        served.preparing.submit(busy.wait, 30)
+        await ask(app, SHORT, send, leaves=[1])
         assert counted(app.state.server, 'status="499"} 1.0') and not begun
-        served.preparing.release()
+        busy.set()
         monkeypatch.setattr(generation, "encode", slow)
-        await asyncio.gather(*(ask(app, SHORT, send, leaves=leaves) for leaves in (True, False)))
+        await asyncio.gather(*(ask(app, SHORT, send, leaves=leaves) for leaves in (begun, ())))
         await served.engine.close()
 
     asyncio.run(main())
@@ -295,6 +298,17 @@ def test_a_body_that_is_slow_large_or_cut_off_is_refused():
         wait_until(lambda: counted(state, 'status="499"} 1.0'))
         assert client.post("/v1/completions", json=SHORT).is_success
         wait_until(lambda: state.in_flight == 0)
+
+
+def test_a_large_body_is_parsed_beside_the_loop(monkeypatch, served):
+    threads, read = [], app.read_fields
+    monkeypatch.setattr(
+        app, "read_fields", lambda *what: threads.append(threading.get_ident()) or read(*what)
+    )
+    for length in (50, 50, 50_000):
+        served.post("/tokenize", {"model": "tiny-d2f", "prompt": "a " * length})
+    one, same, other = threads
+    assert one == same != other
 
 
 def test_a_text_that_cannot_fit_is_not_tokenized(monkeypatch, served):

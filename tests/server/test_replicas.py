@@ -3,34 +3,27 @@
 from __future__ import annotations
 
 import json
-import os
 import signal
 import subprocess
-import sys
-import tempfile
 import threading
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
 
 import httpx
 import psutil
 import pytest
-from serving import CHAT, Served, pieces, sse, stock
+from serving import CHAT, PATIENCE, Served, command, pieces, sse, stock, wait_until
 
 import decode.cli
 import decode.serve
 from d2f.errors import InputError
 from decode.server.ray_app import application
 
-ROOT = Path(__file__).parent.parent.parent
-PATIENCE = 200.0  # seconds after which a test has failed
 TEXT = {"model": "tiny-d2f", "prompt": "Use 3 and 4 to make 12.", "max_tokens": 16}
 LONG = {**TEXT, "max_tokens": 120, "ignore_eos": True, "decoder": "static"}
 
 BAD = [
-    (["--replicas", "0"], "--replicas must be at least 1, got 0"),
     (["--replicas", "2", "--max-replicas", "3"], "--replicas is a fixed number"),
     (["--min-replicas", "2"], "--min-replicas needs --replicas or --max-replicas"),
     (["--min-replicas", "3", "--max-replicas", "2"], "--min-replicas 3 is more than"),
@@ -67,45 +60,17 @@ def test_a_configuration_of_ray_is_checked_as_a_command_line():
             application(args)
 
 
-@dataclass
-class Command:
-    """The command in a process, a client of it, and its log."""
-
-    process: subprocess.Popen
-    client: httpx.Client
-    log: Path
-
-    def replicas(self) -> list[psutil.Process]:
-        under = psutil.Process(self.process.pid).children(recursive=True)
-        return [one for one in under if "ServeReplica" in one.name()]
-
-    def wait(self, condition) -> None:
-        end = time.monotonic() + PATIENCE
-        while not condition():
-            assert self.process.poll() is None and time.monotonic() < end, self.log.read_text()
-            time.sleep(0.1)
-
-
 @pytest.fixture(scope="module")
-def two() -> Iterator[Command]:
-    words = ["--model", "tiny-d2f", "--replicas", "2", "--port", "0", "--max-batch", "4"]
-    words += ["--api-key", "secret", "--public", "/ready", "--drain-seconds", "5"]
-    with tempfile.NamedTemporaryFile() as log:
-        process = subprocess.Popen(
-            [sys.executable, "-m", "decode.serve", *words],
-            stderr=log.fileno(),
-            env=os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
-        )
-        key = {"Authorization": "Bearer secret"}
-        try:
-            with httpx.Client(timeout=PATIENCE, headers=key) as client:
-                found = Command(process, client, Path(log.name))
-                found.wait(lambda: "serving on http" in found.log.read_text())
-                client.base_url = found.log.read_text().split("serving on ")[1].split()[0]
-                yield found
-        finally:
-            process.kill()
-            process.wait(PATIENCE)
+def two() -> Iterator[tuple[subprocess.Popen, httpx.Client, Path]]:
+    words = ["--model", "tiny-d2f", "--replicas", "2", "--max-batch", "4", "--api-key", "secret"]
+    words += ["--public", "/ready", "--drain-seconds", "5"]
+    with command(*words, Authorization="Bearer secret") as running:
+        yield running
+
+
+def replicas(process: subprocess.Popen) -> list[psutil.Process]:
+    under = psutil.Process(process.pid).children(recursive=True)
+    return [one for one in under if "ServeReplica" in one.name()]
 
 
 @pytest.mark.slow
@@ -114,46 +79,46 @@ class TestOnRay:
     """Ray is started once for all of these; the last test ends it."""
 
     def test_answers_streams_and_errors_are_those_of_the_plain_server(self, two, tiny_d2f):
+        _, client, _ = two
         with Served([stock("tiny-d2f", tiny_d2f)]) as plain:
             for path, body in (
                 ("/v1/completions", {**TEXT, "temperature": 1, "seed": 3, "n": 2}),
                 ("/v1/chat/completions", CHAT),
             ):
-                ours = two.client.post(path, json=body)
+                ours = client.post(path, json=body)
                 assert ours.status_code == 200, ours.text
                 assert ours.json()["choices"] == plain.ask(body, path)["choices"]
-                *streamed, done = sse(two.client.post(path, json={**body, "stream": True}).text)
+                *streamed, done = sse(client.post(path, json={**body, "stream": True}).text)
                 assert done == "[DONE]"
                 chunks = [json.loads(line) for line in streamed]
                 assert pieces(chunks) == pieces(plain.chunks(body, path))
             for bad in ({**TEXT, "tau_conf": 7}, {**TEXT, "model": "none"}):
-                ours = two.client.post("/v1/completions", json=bad)
+                ours = client.post("/v1/completions", json=bad)
                 its = plain.post("/v1/completions", bad)
                 assert (ours.status_code, ours.json()) == (its.status_code, its.json())
-        assert two.client.get("/ready", headers={"Authorization": ""}).status_code == 200
-        assert two.client.get("/v1/models", headers={"Authorization": ""}).status_code == 401
-        assert two.client.get("/ready", headers={"Host": "elsewhere"}).status_code == 400
-        assert "<html" in two.client.get("/").text
-
-    def test_a_client_that_leaves_frees_its_rows(self, two):
+        assert client.get("/ready", headers={"Authorization": ""}).status_code == 200
+        assert client.get("/v1/models", headers={"Authorization": ""}).status_code == 401
+        assert client.get("/ready", headers={"Host": "elsewhere"}).status_code == 400
+        assert "<html" in client.get("/").text
         body = {**LONG, "stream": True, "events": True}
-        with two.client.stream("POST", "/v1/completions", json=body) as response:
-            next(response.iter_lines())
+        with client.stream("POST", "/v1/completions", json=body) as response:
+            next(response.iter_lines())  # and leaves, which frees its rows
 
         def counts() -> str:  # each request is answered by one of the replicas
-            return "".join(two.client.get("/metrics").text for _ in range(6))
+            return "".join(client.get("/metrics").text for _ in range(6))
 
-        two.wait(lambda: 'd2f_engine_cancelled_total{model="tiny-d2f"} 1.0' in counts())
+        wait_until(lambda: 'd2f_engine_cancelled_total{model="tiny-d2f"} 1.0' in counts(), 0.1)
 
     def test_a_killed_replica_is_replaced(self, two):
         """Streams that have begun end without their end; requests after it are answered."""
-        victim = two.replicas()[0]
+        process, client, _ = two
+        victim = replicas(process)[0]
         ends, begun = [], threading.Barrier(5)
 
         def stream() -> None:
             try:
                 body = {**LONG, "stream": True, "events": True}
-                with two.client.stream("POST", "/v1/completions", json=body) as response:
+                with client.stream("POST", "/v1/completions", json=body) as response:
                     lines = response.iter_lines()
                     found = [next(lines)]
                     begun.wait(PATIENCE)
@@ -170,19 +135,20 @@ class TestOnRay:
         for thread in threads:
             thread.join(PATIENCE)
         assert len(ends) == 4 and any(end != "data: [DONE]" for end in ends), ends
-        two.wait(lambda: len(two.replicas()) == 2 and victim not in two.replicas())
-        two.wait(lambda: two.client.get("/ready").status_code == 200)
-        answers = [two.client.post("/v1/completions", json=TEXT) for _ in range(8)]
+        wait_until(lambda: victim not in replicas(process) and len(replicas(process)) == 2, 0.2)
+        wait_until(lambda: client.get("/ready").status_code == 200, 0.2)
+        answers = [client.post("/v1/completions", json=TEXT) for _ in range(8)]
         assert {one.status_code for one in answers} == {200}
         assert len({one.json()["choices"][0]["text"] for one in answers}) == 1
 
     def test_a_signal_ends_all_of_it_in_seconds(self, two):
-        left = psutil.Process(two.process.pid).children(recursive=True)
+        process, _, log = two
+        left = psutil.Process(process.pid).children(recursive=True)
         began = time.monotonic()
-        two.process.send_signal(signal.SIGTERM)
-        assert two.process.wait(PATIENCE) == 0
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(PATIENCE) == 0
         assert time.monotonic() - began < 25
         # Ray's processes may write one, behind their names.
-        assert "\nTraceback" not in two.log.read_text()
+        assert "\nTraceback" not in log.read_text()
         _, alive = psutil.wait_procs(left, 20)
         assert [one for one in alive if one.status() != psutil.STATUS_ZOMBIE] == []

@@ -4,19 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import json
-import os
 import signal
 import socket
-import subprocess
-import sys
-import tempfile
-from collections.abc import Iterator
-from contextlib import contextmanager
-from pathlib import Path
 
 import httpx
 import pytest
-from serving import PATIENCE, listening, stock, wait_until
+from serving import PATIENCE, command, listening, stock, wait_until
 
 import decode.serve
 from d2f.errors import InputError
@@ -29,8 +22,7 @@ from decode.server.app import create_app
 from decode.server.models import check_settings
 from decode.server.options import Options, listening_at, parse
 
-ROOT = Path(__file__).parent.parent.parent
-LONG = {"model": "tiny-ar", "prompt": [9], "max_tokens": 500, "ignore_eos": True}
+LONG = {"model": "tiny-ar", "prompt": [9], "max_tokens": 300, "ignore_eos": True}
 
 
 def test_the_defaults_are_careful():
@@ -65,11 +57,9 @@ def test_keys_come_from_the_environment_too(monkeypatch):
 
 BAD = [
     (["--model", "tiny-d2f", "--model", "tiny-d2f"], "two are called tiny-d2f"),
-    (["--model", "=a"], "must be NAME or ALIAS=NAME"),
     (["--model", "tiny-d2f", "--model", "tiny-ar", "--adapter", "x"], "--adapter is for one model"),
     (["--max-batch", "0"], "--max-batch must be at least 1"),
     (["--port", "70000"], "--port must be at most 65535"),
-    (["--body-timeout", "0"], "--body-timeout must be at least 0.001, got 0"),
     (["--allowed-host", "http://x"], "--allowed-host must be a name or address without port"),
     (["--cors-origin", "x.example"], "--cors-origin must be like https://a.example:8443 or *"),
     (["--public", "/v1/models"], "--public must be some of /health,/ready,/metrics"),
@@ -122,7 +112,7 @@ def test_an_option_that_fits_no_model_is_refused(tiny_ar, tiny_d2f):
 def test_one_request_may_not_hold_up_all_others(tiny_d2f, capsys):
     """By default it has slots for what decoders do unless they are told to do more."""
     words = ["--model", f"m={tiny_d2f.path}", "--max-model-len", "9999", "--max-rows", "40"]
-    (served,) = models.load_models(parse(words), DecoderSettings(None, {}))
+    (served,) = models.load_models(parse(words))
     asyncio.run(served.engine.close())
     assert served.context_length == tiny_d2f.context_length == 512
     assert "has a context of 512, which holds" in capsys.readouterr().err
@@ -136,26 +126,6 @@ def test_one_request_may_not_hold_up_all_others(tiny_d2f, capsys):
     kinds = stock("m", tiny_d2f).decoders.values()
     assert max(map(slots, kinds)) <= most
     assert slots(FreeDave, drafts=8) > most and slots(D2F, lossless=8) > most
-
-
-@contextmanager
-def command(*arguments: str) -> Iterator[tuple[subprocess.Popen, httpx.Client, Path]]:
-    """The command in a process, a client of it, and its log."""
-    with tempfile.NamedTemporaryFile() as log:
-        process = subprocess.Popen(
-            [sys.executable, "-m", "decode.serve", "--port", "0", *arguments],
-            stderr=log.fileno(),
-            env=os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
-        )
-        path = Path(log.name)
-        try:
-            wait_until(lambda: process.poll() is not None or "serving on http" in path.read_text())
-            url = path.read_text().split("serving on ")[1].split()[0]
-            with httpx.Client(base_url=url, timeout=PATIENCE) as client:
-                yield process, client, path
-        finally:
-            process.kill()
-            process.wait()
 
 
 @pytest.mark.slow
@@ -172,7 +142,7 @@ def test_a_signal_lets_what_runs_finish_and_refuses_what_comes():
             assert refused.json()["error"]["code"] == "stopping"
             assert client.get("/ready").status_code == 503
             rest = [line for line in found if line]
-            assert rest[-1] == "data: [DONE]" and len(rest) >= 499
+            assert rest[-1] == "data: [DONE]" and len(rest) >= 299
         assert process.wait(PATIENCE) == 0
         lines = log.read_text().splitlines()
     entries = [json.loads(line) for line in lines if line.startswith("{")]

@@ -223,13 +223,6 @@ def letters(raw: bytes) -> list[str]:
     return [chr(b) if b in plain else chr(256 + others.index(b)) for b in raw]
 
 
-def test_nothing_behind_an_end_id_is_sent():
-    kind = tokenizer()
-    x, y = kind.convert_tokens_to_ids(["x", "y"])
-    assert sent(kind, [[x, END, y], [y]])[0] == ["x", "", ""]
-    assert sent(kind, [[x, END, y], [y]], end_ids=())[0] == ["xy", "y", ""]
-
-
 def test_a_token_is_decoded_a_few_times_however_long_the_text(monkeypatch):
     kind = split_characters()
     ids = kind("각각 가가 🙂 日本語日 e\u0301 " * 40)["input_ids"]
