@@ -12,6 +12,7 @@ import sys
 import time
 from collections.abc import Callable, Sequence
 from importlib import import_module
+from importlib.util import find_spec
 from typing import ParamSpec
 
 import d2f
@@ -126,6 +127,16 @@ def command(
         return main
 
     return decorate
+
+
+def require_extra(extra: str, purpose: str, *modules: str, otherwise: str = "") -> None:
+    """Raise InputError unless the modules of an extra are installed. otherwise: what else helps."""
+    missing = [name for name in modules if find_spec(name) is None]
+    if missing:
+        raise InputError(
+            f"{purpose} needs {', '.join(missing)}, not installed: "
+            f"pip install 'd2f-toolkit[{extra}]'{otherwise}"
+        )
 
 
 def say(message: str, status: int = DONE) -> int:

@@ -7,10 +7,11 @@ from __future__ import annotations
 
 import contextlib
 import logging
-import os
 import sys
 import warnings
 from collections.abc import Iterator
+from functools import partialmethod
+from typing import Any
 
 # Libraries' loggers; that of torch speaks when torchao is imported.
 _LOUD = (
@@ -32,16 +33,19 @@ def quiet(verbose: bool = False) -> Iterator[None]:
         yield
         return
     live = sys.stderr.isatty()
-    # tqdm reads these when it is first imported; some libraries' bars have no other switch.
-    os.environ.setdefault(*(("TQDM_DELAY", "5") if live else ("TQDM_DISABLE", "1")))
     with warnings.catch_warnings(), contextlib.ExitStack() as undo:
         for kind in (FutureWarning, DeprecationWarning):
             warnings.simplefilter("ignore", kind)
         import transformers.utils.logging  # noqa: F401  (it sets its own level when first imported)
+        from tqdm import tqdm
 
         for logger in map(logging.getLogger, _LOUD):
             undo.callback(logger.setLevel, logger.level)
             logger.setLevel(logging.ERROR)
+        # Some libraries' bars have no switch of their own: the one of GGUF files, say.
+        undo.callback(setattr, tqdm, "__init__", tqdm.__init__)
+        chosen: dict[str, Any] = {"delay": 5} if live else {"disable": True}
+        setattr(tqdm, "__init__", partialmethod(tqdm.__init__, **chosen))  # noqa: B010 (for mypy)
         with loading_bars(live, downloads=live):
             yield
 

@@ -10,14 +10,13 @@ from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, fields, replace
 from functools import cached_property
-from importlib.util import find_spec
 from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from tyro.conf import Suppress, UseAppendAction, arg
 
-from d2f.command import say
+from d2f.command import require_extra, say
 from d2f.config import read_mapping
 from d2f.contract import FILE_NAME, Contract
 from d2f.device import check_processes, rank
@@ -50,16 +49,6 @@ Quantization = Literal["int8", "int8-weight", "int4-weight", "nf4", "fp8"]
 
 
 # Extras: what a command needs beyond the package's own requirements.
-
-
-def require_extra(extra: str, purpose: str, *modules: str, otherwise: str = "") -> None:
-    """Raise InputError unless the modules of an extra are installed. otherwise: what else helps."""
-    missing = [name for name in modules if find_spec(name) is None]
-    if missing:
-        raise InputError(
-            f"{purpose} needs {', '.join(missing)}, not installed: "
-            f"pip install 'd2f-toolkit[{extra}]'{otherwise}"
-        )
 
 
 def require_matplotlib(otherwise: str = "") -> None:

@@ -16,10 +16,10 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
-from d2f.command import command, say
+from d2f.command import command, require_extra, say
 from d2f.errors import InputError
 from d2f.quiet import quiet
-from decode.cli import followed, require_extra, require_ray
+from decode.cli import followed, require_ray
 from decode.server.options import Options, listening_at, parse
 
 

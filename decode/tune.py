@@ -21,7 +21,7 @@ from tyro.conf import Positional, Suppress, arg
 
 from d2f import __version__
 from d2f import flags as command_line
-from d2f.command import command
+from d2f.command import command, require_extra
 from d2f.config import dump
 from d2f.contract import Contract
 from d2f.errors import InputError, did_you_mean
@@ -35,7 +35,6 @@ from decode.cli import (
     TaskOptions,
     WorkerOptions,
     decoder_options,
-    require_extra,
     require_matplotlib,
 )
 from decode.decoders import Decoder, find_decoder

@@ -14,12 +14,11 @@ from tyro.conf import arg
 if __package__ in (None, ""):  # run as a file, as accelerate launch does
     sys.path[0] = str(Path(__file__).resolve().parent.parent)
 
-from d2f.command import command
+from d2f.command import command, require_extra
 from d2f.device import rank
 from d2f.files import locked
 from d2f.flags import Switch, Verbose, parse_known
 from d2f.quiet import quiet
-from decode.cli import require_extra
 
 if TYPE_CHECKING:
     from distill.config import TrainConfig

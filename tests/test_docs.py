@@ -16,9 +16,9 @@ import pytest
 from documents import ROOT, printed, run
 
 import d2f
+from benchmarks.reference_page import options_by_name
 from benchmarks.tables import BLOCKS, with_block
 from d2f.command import COMMANDS
-from decode.cli import options_by_name
 from decode.decoders import DECODERS
 
 PAGES = [*sorted((ROOT / "docs").glob("*.md")), ROOT / "README.md", ROOT / "CONTRIBUTING.md"]

@@ -17,12 +17,12 @@ from typing import TYPE_CHECKING, Any
 
 from tyro.conf import Positional
 
-from d2f.command import DONE, FAILED, command, program, say
+from d2f.command import DONE, FAILED, command, program, require_extra, say
 from d2f.errors import InputError
 from d2f.files import locked
 from d2f.flags import Verbose, parse_known
 from d2f.quiet import quiet
-from decode.cli import require_extra, require_matplotlib
+from decode.cli import require_matplotlib
 from decode.display import ShownProgress, standard_output
 from decode.jobs import give_notices
 from decode.ledger import Ledger, check_folder
