@@ -77,6 +77,7 @@ def step() -> dict[str, int]:
         rows.write_text("".join(json.dumps(row) + "\n" for _ in range(64)))
         flags = {"data": json.dumps({"file": str(rows), "row_length": 64, "rows": 2})}
         flags |= {"output": f"{folder}/run", "tracker": "none", "log_every": "100"}
+        flags |= {"mixed_precision": "no"}
         given = [part for key, value in flags.items() for part in (f"--{key}", value)]
         trainer.train(read_config("tiny-d2f", given), stop_after=3)
     before, after = asked[1:3]

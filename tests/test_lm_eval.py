@@ -23,7 +23,7 @@ from decode.evaluate import decode_and_judge
 from decode.harness.model import D2FLM, LOADING
 
 ROOT = Path(__file__).parent.parent
-PAGE = (ROOT / "docs" / "lm-eval.md").read_text(encoding="utf-8")
+PAGE = (ROOT / "docs" / "evaluation.md").read_text(encoding="utf-8")
 
 
 @pytest.fixture(scope="module")

@@ -8,6 +8,7 @@ import subprocess
 import threading
 import time
 from collections.abc import Iterator
+from importlib.util import find_spec
 from pathlib import Path
 
 import httpx
@@ -43,8 +44,8 @@ def test_bad_replicas_are_one_line_before_any_is_started(arguments, says, capsys
 
 
 def test_without_ray_the_error_names_the_extra(capsys, monkeypatch):
-    find = decode.cli.find_spec
-    monkeypatch.setattr(decode.cli, "find_spec", lambda n: None if n == "ray" else find(n))
+    find = find_spec
+    monkeypatch.setattr("d2f.command.find_spec", lambda n: None if n == "ray" else find(n))
     assert decode.serve.main(["--replicas", "2"]) == 2
     assert "pip install 'd2f-toolkit[ray]'" in capsys.readouterr().err
 

@@ -6,6 +6,7 @@ import asyncio
 import json
 import signal
 import socket
+from importlib.util import find_spec
 
 import httpx
 import pytest
@@ -13,7 +14,6 @@ from serving import PATIENCE, command, listening, stock, wait_until
 
 import decode.serve
 from d2f.errors import InputError
-from decode import cli
 from decode.cli import DecoderSettings
 from decode.decoders.d2f import D2F
 from decode.decoders.freedave import FreeDave
@@ -85,8 +85,8 @@ def test_what_is_known_before_a_model_is_loaded(capsys, monkeypatch):
         port = taken.getsockname()[1]
         assert decode.serve.main(["--port", str(port)]) == 2
     assert f"--port {port}: Address already in use" in capsys.readouterr().err
-    find = cli.find_spec
-    monkeypatch.setattr(cli, "find_spec", lambda n: None if n == "uvicorn" else find(n))
+    find = find_spec
+    monkeypatch.setattr("d2f.command.find_spec", lambda n: None if n == "uvicorn" else find(n))
     assert decode.serve.main([]) == 2
     error = capsys.readouterr().err
     assert "needs uvicorn" in error and "pip install 'd2f-toolkit[serve]'" in error

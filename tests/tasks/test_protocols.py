@@ -284,7 +284,7 @@ def test_the_official_files_are_read_as_they_are(problem_of, tmp_path, name):
 
 def test_the_commands_of_the_page_are_protocols():
     """Each names a task and decoder settings that are there and go together."""
-    page = (ROOT / "docs" / "protocols.md").read_text(encoding="utf-8")
+    page = (ROOT / "docs" / "evaluation.md").read_text(encoding="utf-8")
     lines = re.findall(r"^\| .*`(--tasks [^`]+)` \|", page, flags=re.MULTILINE)
     named = set()
     for words in lines:
