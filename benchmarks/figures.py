@@ -145,6 +145,7 @@ COMPARISONS = {
     "frontier-tiny": ("frontier",),
     "real-smollm2": ("throughput",),
     "real-smollm2-fp32": ("throughput",),
+    "real-smollm2-spec-bench": ("throughput",),
     "vllm-ways": ("throughput",),
     "wedlm-tiny": ("throughput", "frontier", "forwards"),
 }

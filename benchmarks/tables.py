@@ -58,8 +58,9 @@ def fastest_of_vllm(speeds: Speeds) -> dict[str, Any]:
 # The README's table: its rows, and the names by which a comparison has them.
 REAL = {
     "self-drafting, the model's own tokens": ("self-drafting",),
+    "the same without an adapter": ("lookup",),
     "one token a forward, this toolkit": ("autoregressive",),
-    "llama.cpp, BF16": ("llama.cpp BF16",),
+    "llama.cpp, BF16, its fastest way": ("llama.cpp BF16", "llama.cpp BF16 n-gram"),
     "llama.cpp, Q8_0 (other weights)": ("llama.cpp Q8_0",),
     "vLLM, its fastest way": ("vLLM", "vLLM n-gram", "vLLM one process"),
     "transformers": ("transformers",),

@@ -108,8 +108,9 @@ class Report:
                 wins[entry] += [str(concurrency)] * bool(base and base > here[entry])
         if wins.pop(baseline, None) is not None:
             lines += [
-                f"- {baseline} is faster than {entry} at concurrency "
-                f"{', '.join(won) or 'none of those measured'}."
+                f"- {baseline} is faster than {entry} at concurrency {', '.join(won)}."
+                if won
+                else f"- {baseline} is nowhere faster than {entry}."
                 for entry, won in wins.items()
             ]
         return lines
