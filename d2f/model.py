@@ -125,6 +125,8 @@ class DiffusionModel(ModelParts):
         from d2f import cpu
         from d2f.compile import CompiledRows
 
+        if self.is_compiled:
+            return
         self.merge_adapter()  # beside the weights it is two more products a layer
         native = cpu.compiled_rows(self.backbone, self.new_cache, self.gate)
         self.compiled_rows, self.scores_natively = native, native is not None

@@ -230,6 +230,8 @@ def test_a_compiled_model_has_it_and_its_memory_goes_with_the_model():
     model.compile()
     rows = model.compiled_rows
     assert isinstance(rows, cpu.NativeRows)
+    model.compile()  # once is enough
+    assert model.compiled_rows is rows
     gone = [weakref.ref(rows), *(weakref.ref(tensor) for tensor in rows._kept)]
     del model, rows
     gc.collect()

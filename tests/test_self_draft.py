@@ -59,7 +59,7 @@ SETTINGS = st.fixed_dictionaries({
     "rows": st.integers(1, 20),
     "drafts": st.sampled_from([None, 1, 2, 3]),
     "placement": st.sampled_from(["expected", "linear", "quadratic"]),
-    "lookup": st.sampled_from([None, 1, 2, 4]),
+    "lookup": st.sampled_from([1, 2, 4, 8]),
 })  # fmt: skip
 
 

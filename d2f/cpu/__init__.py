@@ -143,9 +143,8 @@ def _hold_packed(layer: Any, packed: Tensor) -> None:
         found[f"{prefix}weight"] = module.weight.detach()
 
     weight = layer.weight
-    layer.weight = nn.Parameter(
-        weight.detach(), requires_grad=weight.requires_grad
-    )  # its own, if tied
+    # Its own, as that of a tied layer must keep its shape.
+    layer.weight = nn.Parameter(weight.detach(), requires_grad=weight.requires_grad)
     parametrize.register_parametrization(layer, "weight", _Unpacked(packed, weight.shape))
     layer._register_state_dict_hook(named)
 

@@ -75,7 +75,8 @@ class SelfDraft(Decoder):
 
     rows: int = option(
         9,
-        "most rows of a forward, at least 1; the engine's `max_rows` bounds them, too",
+        "most rows of a forward, at least 1; beyond a request's share of the engine's `max_rows` "
+        "only those that pay",
         search=(4, 6, 9, 12, 16),
     )
     drafts: int | None = option(
@@ -84,8 +85,10 @@ class SelfDraft(Decoder):
     placement: Placement = option(
         "expected", "which clean rows have draft rows: those that are likely to be the last taken"
     )
-    lookup: int | None = option(
-        2, "draft what followed the last N tokens where they stood before, at least 1"
+    lookup: int = option(
+        2,
+        "draft what followed the last N tokens where they stood before, at least 1; more than "
+        f"{len(LOOKED_UP) - 1}: never",
     )
     max_new_tokens: int | None = max_new_tokens_option()
 
@@ -221,8 +224,7 @@ class SelfDraftSession(AutoregressiveSession):
         begin = count + sum(self.groups[:i])
         part = slice(begin, begin + self.groups[i])
         self.drafted, self.chances = token[part], confidence[part].astype(float)
-        if self.decoder.lookup is not None:
-            self.look_up(self.decoder.lookup)
+        self.look_up(self.decoder.lookup)
         # The row of the last known token has not been fed.
         self.cached = self.known - 1
 

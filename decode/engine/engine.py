@@ -111,7 +111,8 @@ class Engine:
     slots: size of the cache; a request waits until it fits.
     request_slots: most slots that one request may need; None: all.
     max_rows: rows that one forward should have; None: `default_max_rows`. A lossless session
-        speculates ``max_rows // running`` wide, at least one; its tokens do not depend on it.
+        speculates ``max_rows // running`` wide, at least one (self-drafting also by rows that pay);
+        its tokens do not depend on it.
     static: pad forwards to a few fixed sizes, on a GPU as CUDA graphs
         (`decode.engine.cuda_graphs`); None: there alone.
     prefill_rows: most rows of prompts, and of other steps that are larger, in one forward, so that
