@@ -73,6 +73,7 @@ BACKBONES = {
 }
 # What a CPU without the newer instructions runs.
 OLDER = {
+    "no tiles": ("-mno-amx-tile",),
     "no bf16 products": ("-mno-avx512bf16",),
     "avx2": ("-mno-avx512f",),
 }
@@ -114,6 +115,12 @@ def batches(draw):
     spans[:, 0] = torch.stack([torch.minimum(slots, spans[:, 0, 0]), slots + 1], -1)
     for i in range(1, count):  # no slot twice
         spans[:, i] = spans[:, i].clamp(min=spans[:, i - 1, 1:])
+    if draw(st.booleans()):  # one behind the other, as in a prompt or a block: they are read together
+        slots, spans = torch.arange(SLOTS - rows, SLOTS), spans[:1].repeat(rows, 1, 1)
+        spans[:, -1] = torch.tensor([SLOTS - rows - 1, SLOTS])
+        if draw(st.booleans()):
+            spans[:, -1, 1] = slots + 1
+        spans[:, :-1] = spans[:, :-1].clamp(max=SLOTS - rows - 1)
     tokens = torch.randint(0, 290, (rows,), generator=rng)
     return tokens, torch.randint(0, 200, (rows,), generator=rng), slots, spans
 

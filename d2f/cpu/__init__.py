@@ -38,7 +38,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 DIMS = (8, 16, 32, 64, 80, 96, 128)  # head dimensions that forward.cpp has code for
-LANES = 16  # outputs of a block of packed weights
+LANES, STEP = 16, 32  # outputs of a block of packed weights, and inputs that are read at once
 SMALL = 1 << 20  # weights of a model below which waking other threads costs more than they save
 ONCE = 1 << 24  # weights of a model from which on they are held once, packed
 _BY_LENGTH = ("dynamic", "longrope")  # RoPE whose angles depend on the length of the sequence
@@ -107,7 +107,7 @@ def pack(weight: Tensor) -> Tensor:
     fp32  [O / 16, I, 16]        bf16  [O / 16, I / 2, 16, 2]
     """
     outputs, inputs = weight.shape
-    weight = F.pad(weight, (0, -inputs % LANES, 0, -outputs % LANES))
+    weight = F.pad(weight, (0, -inputs % STEP, 0, -outputs % LANES))
     # Words of four bytes: a number of fp32, or a pair of bf16, which stays together.
     words = weight.view(torch.int32).view(-1, LANES, weight.shape[1] * weight.element_size() // 4)
     return words.transpose(1, 2).contiguous().view(weight.dtype)
@@ -291,7 +291,9 @@ class NativeRows:
             ]
             bias = self._vector(_joined(own))
         product = self._packed(weight, bias)
-        if self._once and not any(size % LANES for layer in layers for size in layer.weight.shape):
+        if self._once and not any(
+            layer.weight.shape[0] % LANES or layer.weight.shape[1] % STEP for layer in layers
+        ):
             self._replace(layers, self._kept[-1])
         return product
 

@@ -100,23 +100,34 @@ static inline void put(const Product &p, int64_t block, Sixteen found, float *to
   for (int64_t i = 0; i < count; i++) to[at + i] = ADDED ? to[at + i] + found[i] : found[i];
 }
 
+// Room for rows of a product's inputs, and for the rows that tiles read behind them.
+template <class W>
+struct Fed : Buffer<Input<W>> {
+  Fed(int64_t rows, int64_t width) : Buffer<Input<W>>((rows + std::max(TILE_ROWS - 1, 0)) * width) {}
+};
+
 // The product of all rows, to which an adapter adds B (A x) from row `plain` on. Every thread computes
-// A x for itself, which is little; then B is read by the thread that has the outputs.
+// A x for itself, which is little, and the part of B (A x) that its own outputs need.
 template <class W, class F>
 static void product(const Thread &t, const Product &p, const Adapter &adapter, int64_t plain, int64_t joined,
                     const Input<W> *x, int64_t rows, F f) {
   if (plain == rows || !adapter.a.weight) return product<W>(t, p, joined, x, rows, f);
-  const int64_t rank = adapter.b.inputs, count = (rows - plain) * rank;
-  const Buffer<float> found(count);
-  const Buffer<Input<W>> low(count);
-  product<W>(Thread{}, adapter.a, 1, x + plain * p.inputs, rows - plain,
+  const int64_t rank = adapter.b.inputs, count = rows - plain, each = joined * LANES;
+  const Part own = t.part(round_up(p.outputs, LANES) / each);
+  const int64_t first = own.begin * joined, outputs = (own.end - own.begin) * each;
+  const Buffer<float> found(count * rank), added(count * outputs);
+  const Fed<W> low(count, rank);
+  if (rank > adapter.a.outputs) std::memset(found.data(), 0, count * rank * sizeof(float));
+  product<W>(Thread{}, adapter.a, 1, x + plain * p.inputs, count,
              [&](int64_t row, int64_t block, const Sixteen *out) { put<false>(adapter.a, block, out[0], found.data() + row * rank); });
-  copy(found.data(), count, low.data());
+  copy(found.data(), count * rank, low.data());
+  product<W>(t, adapter.b, joined, low.data(), count, [&](int64_t row, int64_t block, const Sixteen *out) {
+    std::memcpy(added.data() + row * outputs + (block - first) * LANES, out, each * sizeof(float));
+  });
   product<W>(t, p, joined, x, rows, [&](int64_t row, int64_t block, const Sixteen *out) {
     if (row < plain) return f(row, block, out);
     Sixteen sums[2];
-    const W *weight = static_cast<const W *>(adapter.b.weight) + block * LANES * rank;
-    multiply<W>(1, joined, weight, low.data() + (row - plain) * rank, rank, sums);
+    std::memcpy(sums, added.data() + (row - plain) * outputs + (block - first) * LANES, each * sizeof(float));
     for (int64_t b = 0; b < joined; b++) sums[b] += out[b];
     f(row, block, sums);
   });
@@ -132,9 +143,9 @@ static void embed(const Model &m, int64_t token, float *to) {
 }
 
 template <class W>
-static void compute(const Model &m, const Rows &r, Attend<W> attend) {
+static void compute(const Model &m, const Rows &r, AttendAll<W> attend) {
   const int64_t dim = m.dim, rows = r.rows, turned = m.heads + m.kv_heads, columns = (turned + m.kv_heads) * dim;
-  const int64_t width = round_up(m.width), outer = round_up(m.heads * dim), inner = round_up(m.inner);
+  const int64_t width = round_up(m.width, STEP), outer = round_up(m.heads * dim, STEP), inner = round_up(m.inner, STEP);
   const int64_t group = m.heads / m.kv_heads;
   int64_t most = 0;  // slots that a row sees
   for (int64_t row = 0; row < rows; row++) {
@@ -145,18 +156,21 @@ static void compute(const Model &m, const Rows &r, Attend<W> attend) {
     }
     most = std::max(most, seen);
   }
-  const int64_t room = most + 2 * KEYS;
+  const int64_t room = most + 2 * KEYS, most_rows = std::max<int64_t>(1, MOST_QUERIES / group);
   const Buffer<float> states(rows * m.width), joined(rows * columns);
-  const Buffer<Input<W>> normed(std::max(rows, r.reads) * width), attended(rows * outer), middle(rows * inner);
+  const Fed<W> normed(std::max(rows, r.reads), width), attended(rows, outer), middle(rows, inner);
   float *hidden = states.data(), *qkv = joined.data();
   Input<W> *x = normed.data(), *out = attended.data(), *mlp = middle.data();
 
   on_threads(int(r.threads), [&](const Thread &t) {
-    const Buffer<float> weights(MOST_HEADS * room), found(group * dim);
+    [[maybe_unused]] const Tiles tiles;
+    const Buffer<float> weights(MOST_QUERIES * room), found((most_rows * group + MOST_QUERIES) * dim);
+    const Buffer<Query> queries(most_rows * group + MOST_QUERIES);
     const Part own = t.part(rows);
     for (int64_t row = own.begin; row < own.end; row++) {
       embed<W>(m, r.tokens[row], hidden + row * m.width);
       std::memset(out + row * outer, 0, outer * sizeof(Input<W>));
+      std::memset(mlp + row * inner, 0, inner * sizeof(Input<W>));
     }
     for (int64_t layer = 0; layer < m.count; layer++) {
       const Block &b = m.blocks[layer];
@@ -185,11 +199,21 @@ static void compute(const Model &m, const Rows &r, Attend<W> attend) {
       }
       wait(t);
       // In turns: of a prompt's rows each sees more than the one before.
-      for (int64_t i = t.number; i < rows * m.kv_heads; i += t.threads) {
-        const int64_t row = i / m.kv_heads, head = i % m.kv_heads, place = head * r.slots * dim;
-        attend(qkv + row * columns + head * group * dim, group, keys + place, values + place,
-               r.spans + 2 * row * r.ranges, r.ranges, m.scale, weights.data(), room, found.data());
-        copy(found.data(), group * dim, out + row * outer + head * group * dim);
+      for (int64_t row = 0, i = 0, count, last; row < rows; row += count) {
+        count = alike(r.spans, r.ranges, row, rows, most_rows, last);
+        for (int64_t head = 0; head < m.kv_heads; head++) {
+          if (i++ % t.threads != t.number) continue;
+          const int64_t place = head * r.slots * dim, at = head * group * dim;
+          for (int64_t n = 0; n < count * group; n++) {
+            const int64_t of = row + n / group;
+            queries.data()[n] = {qkv + of * columns + at + n % group * dim, found.data() + n * dim,
+                          last ? r.spans[2 * (of * r.ranges + last) - 1] : 0};
+          }
+          attend(queries.data(), count * group, keys + place, values + place,
+                 r.spans + 2 * (row + count - 1) * r.ranges, last, m.scale, weights.data(), room);
+          for (int64_t n = 0; n < count; n++)
+            copy(found.data() + n * group * dim, group * dim, out + (row + n) * outer + at);
+        }
       }
       wait(t);
       product<W>(t, b.o, b.to_o, r.plain, 1, out, rows, [&](int64_t row, int64_t block, const Sixteen *found) {
@@ -229,13 +253,13 @@ static void compute(const Model &m, const Rows &r, Attend<W> attend) {
 template <class W>
 static int in_dim(const Model &m, const Rows &r) {
   switch (m.dim) {
-    case 8: compute<W>(m, r, attend_row<8, W>); return 0;
-    case 16: compute<W>(m, r, attend_row<16, W>); return 0;
-    case 32: compute<W>(m, r, attend_row<32, W>); return 0;
-    case 64: compute<W>(m, r, attend_row<64, W>); return 0;
-    case 80: compute<W>(m, r, attend_row<80, W>); return 0;
-    case 96: compute<W>(m, r, attend_row<96, W>); return 0;
-    case 128: compute<W>(m, r, attend_row<128, W>); return 0;
+    case 8: compute<W>(m, r, attend_all<8, W>); return 0;
+    case 16: compute<W>(m, r, attend_all<16, W>); return 0;
+    case 32: compute<W>(m, r, attend_all<32, W>); return 0;
+    case 64: compute<W>(m, r, attend_all<64, W>); return 0;
+    case 80: compute<W>(m, r, attend_all<80, W>); return 0;
+    case 96: compute<W>(m, r, attend_all<96, W>); return 0;
+    case 128: compute<W>(m, r, attend_all<128, W>); return 0;
   }
   return 1;
 }

@@ -8,11 +8,12 @@
 //     fp32    [O / 16][I][16]
 //     bf16    [O / 16][I / 2][16][2]    pairs of inputs, as AVX512-BF16 multiplies them
 //
-// O and I are rounded up to a multiple of 16, with zeros. Each output of each row is summed in one
-// order, from the first input to the last, whatever rows and blocks are beside it: a row's result is
-// the same to the bit in any batch, on any number of threads.
+// O is rounded up to a multiple of 16 and I of 32, with zeros. Each output of each row is summed in
+// one order, from the first input to the last, whatever rows and blocks are beside it: a row's result
+// is the same to the bit in any batch, on any number of threads.
 
 constexpr int LANES = 16;
+constexpr int STEP = 32;  // inputs of a tile
 typedef float Sixteen __attribute__((vector_size(4 * LANES)));
 typedef int32_t SixteenBits __attribute__((vector_size(4 * LANES)));
 typedef float SixteenInMemory __attribute__((vector_size(4 * LANES), aligned(4), may_alias));
@@ -30,7 +31,7 @@ constexpr int blocks_of(int rows) { return rows == 1 ? 4 : 2; }
 #endif
 constexpr int MOST_BLOCKS = 4;
 
-static inline int64_t round_up(int64_t count) { return (count + LANES - 1) / LANES * LANES; }
+static inline int64_t round_up(int64_t count, int64_t to) { return (count + to - 1) / to * to; }
 
 // Ask for the weight that is read AHEAD bytes later. Of G blocks that are read side by side, the ends
 // are followed by the begin of the next G blocks, G - 1 blocks further on.
@@ -122,6 +123,77 @@ static void multiply(const Bf16 *w, const float *x, int64_t inputs, Sixteen *out
 }
 #endif
 
+// AMX multiplies tiles of 16 lines of 64 bytes: 16 rows with 32 of their inputs, and a block's weights
+// for these, which lie as it reads them. It sums in another order than the instructions above, so
+// where it is there, it multiplies one row as well as many.
+#if defined(__AVX512BF16__) && defined(__AMX_BF16__) && defined(__linux__)
+constexpr int TILE_ROWS = 16;
+
+// Ask the kernel for the tiles' registers; it may refuse, as old ones and some sandboxes do.
+static const bool TILED = !syscall(SYS_arch_prctl, 0x1023 /* ARCH_REQ_XCOMP_PERM */, 18 /* XTILEDATA */);
+
+// A thread's tiles, all of the same shape.
+struct Tiles {
+  Tiles() {
+    if (!TILED) return;
+    struct alignas(64) {
+      uint8_t palette = 1, start = 0, reserved[14] = {};
+      uint16_t bytes[16] = {64, 64, 64, 64, 64, 64, 64, 64};
+      uint8_t rows[16] = {16, 16, 16, 16, 16, 16, 16, 16};
+    } shape;
+    _tile_loadconfig(&shape);
+  }
+  ~Tiles() {
+    if (TILED) _tile_release();
+  }
+};
+
+// G blocks from w on, with R tiles of rows x [16 R][inputs]: the outputs [16 R][G]. Tiles 0 to 3 hold
+// the sums, 4 and 5 rows, 6 and 7 weights.
+template <int R, int G>
+static void multiply_tiles(const Bf16 *w, const Bf16 *x, int64_t inputs, Sixteen *out) {
+  __asm__ volatile("" ::: "memory");  // GCC does not know that tiles read memory
+  _tile_zero(0);
+  _tile_zero(1);
+  _tile_zero(2);
+  _tile_zero(3);
+  const Bf16 *further = x + TILE_ROWS * inputs, *next = w + LANES * inputs;
+  for (int64_t i = 0; i < inputs; i += STEP) {
+    for (int line = 0; line < 16; line++) {
+      UNROLLED for (int g = 0; g < G; g++)
+        fetch<G>(w + (g * inputs + i + 2 * line) * LANES, (inputs - i) * 32, inputs * 32);
+    }
+    _tile_loadd(4, x + i, 2 * inputs);
+    _tile_loadd(6, w + i * LANES, 64);
+    _tile_dpbf16ps(0, 4, 6);
+    if constexpr (G > 1) {
+      _tile_loadd(7, next + i * LANES, 64);
+      _tile_dpbf16ps(1, 4, 7);
+    }
+    if constexpr (R > 1) {
+      _tile_loadd(5, further + i, 2 * inputs);
+      _tile_dpbf16ps(2, 5, 6);
+      if constexpr (G > 1) _tile_dpbf16ps(3, 5, 7);
+    }
+  }
+  constexpr int64_t LINE = G * sizeof(Sixteen);
+  _tile_stored(0, out, LINE);
+  if constexpr (G > 1) _tile_stored(1, out + 1, LINE);
+  if constexpr (R > 1) _tile_stored(2, out + TILE_ROWS * G, LINE);
+  if constexpr (R > 1 && G > 1) _tile_stored(3, out + TILE_ROWS * G + 1, LINE);
+}
+
+static void multiply_tiles(int64_t rows, int64_t blocks, const Bf16 *w, const Bf16 *x, int64_t inputs, Sixteen *out) {
+  if (rows > TILE_ROWS) return blocks == 2 ? multiply_tiles<2, 2>(w, x, inputs, out) : multiply_tiles<2, 1>(w, x, inputs, out);
+  return blocks == 2 ? multiply_tiles<1, 2>(w, x, inputs, out) : multiply_tiles<1, 1>(w, x, inputs, out);
+}
+#else
+constexpr bool TILED = false;
+constexpr int TILE_ROWS = 0;
+struct Tiles {};
+static void multiply_tiles(int64_t, int64_t, const Bf16 *, const void *, int64_t, Sixteen *) {}
+#endif
+
 // Call `multiply` for numbers of rows and blocks: 1, 2 or blocks_of these rows.
 template <class W, int N = 1>
 static void multiply(int64_t rows, int64_t blocks, const W *w, const Input<W> *x, int64_t inputs, Sixteen *out) {
@@ -138,27 +210,37 @@ static void multiply(int64_t rows, int64_t blocks, const W *w, const Input<W> *x
 struct Product {
   const void *weight;
   const float *bias;
-  int64_t inputs, outputs;  // inputs: a multiple of 16
+  int64_t inputs, outputs;  // inputs: a multiple of 32
 };
 
 // Multiply rows [rows][inputs] with a thread's part of the weight, so many blocks at a time as are
 // a multiple of `joined`. Calls f(row, block, outputs of that block and the joined - 1 behind it).
+// In tiles up to 15 rows behind x are read, too, whatever lies there.
 template <class W, class F>
 static void product(const Thread &t, const Product &p, int64_t joined, const Input<W> *x, int64_t rows, F f) {
-  const int64_t tiles = (rows + MOST_ROWS - 1) / MOST_ROWS;
-  const Part units = t.part(round_up(p.outputs) / LANES / joined);
+  constexpr bool BF16 = std::is_same_v<W, Bf16>;
+  const bool tiled = BF16 && TILED;
+  const int64_t most = tiled ? 2 * TILE_ROWS : MOST_ROWS, tiles = (rows + most - 1) / most;
+  const Part units = t.part(round_up(p.outputs, LANES) / LANES / joined);
   const Part part{units.begin * joined, units.end * joined};
   if (!tiles) return;
-  const int64_t together = std::max<int64_t>(joined, blocks_of(int((rows + tiles - 1) / tiles)));
-  Sixteen out[MOST_ROWS * MOST_BLOCKS];
+  const int64_t together = tiled ? 2 : std::max<int64_t>(joined, blocks_of(int((rows + tiles - 1) / tiles)));
+  Sixteen out[std::max(MOST_ROWS * MOST_BLOCKS, 4 * TILE_ROWS)];
   int64_t blocks;
   for (int64_t block = part.begin; block < part.end; block += blocks) {
     const int64_t left = part.end - block;
     blocks = left >= together ? together : left >= 2 ? 2 : 1;
     const W *weight = static_cast<const W *>(p.weight) + block * LANES * p.inputs;
     for (int64_t i = 0; i < tiles; i++) {
-      const int64_t row = rows * i / tiles, count = rows * (i + 1) / tiles - row;
-      multiply<W>(count, blocks, weight, x + row * p.inputs, p.inputs, out);
+      const int64_t row = tiled ? i * most : rows * i / tiles;
+      const int64_t count = (tiled ? std::min(rows, row + most) : rows * (i + 1) / tiles) - row;
+      const Input<W> *from = x + row * p.inputs;
+      if constexpr (BF16) {
+        if (TILED) multiply_tiles(count, blocks, weight, from, p.inputs, out);
+        else multiply<W>(count, blocks, weight, from, p.inputs, out);
+      } else {
+        multiply<W>(count, blocks, weight, from, p.inputs, out);
+      }
       for (int64_t n = 0; n < count; n++)
         for (int64_t b = 0; b < blocks; b += joined) f(row + n, block + b, out + n * blocks + b);
     }
