@@ -242,9 +242,8 @@ class Options(OneProcessModel, TaskOptions, SearchOptions, WorkerOptions):
     """draw the frontier (needs the extra plot)"""
 
     def check(self) -> None:
-        """Raise InputError where figures are asked for and cannot be drawn."""
-        if self.figures:
-            require_matplotlib("--no-figures")
+        """Raise InputError without what the command needs."""
+        require_extras(self.figures)
 
 
 @dataclass(kw_only=True)
@@ -626,6 +625,13 @@ def draw(report: Mapping[str, Any], folder: Path) -> None:
 # The command.
 
 
+def require_extras(figures: bool) -> None:
+    """Raise InputError without optuna, or without matplotlib where figures are drawn."""
+    require_extra("tune", "tuning", "optuna")
+    if figures:
+        require_matplotlib("--no-figures")
+
+
 def tune(
     model: DiffusionModel, tuning: Tuning, output: str | Path, *, figures: bool = True
 ) -> dict[str, Any]:
@@ -634,9 +640,7 @@ def tune(
     needs matplotlib. Raises InputError before any decoding, NonFiniteLogitsError."""
     from decode.cli import weights_hash
 
-    require_extra("tune", "tuning", "optuna")
-    if figures:
-        require_matplotlib("--no-figures")
+    require_extras(figures)
     with locked(check_folder(output)) as folder:
         crew, named = OneWorker(model, weights_hash(model)), (model.path or model.family, None)
         return _tune(crew, model, tuning, folder, named, None, figures)
@@ -716,7 +720,6 @@ def run(options: Options, console: Console) -> None:
     """Tune as the options say, and show the result. Raises InputError before any work."""
     from decode.cli import checked_outline
 
-    require_extra("tune", "tuning", "optuna")
     options.grid()  # a bad value of an option is found here
     shape = checked_outline(options)
     grid = options.grid(shape.contract)
