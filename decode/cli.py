@@ -74,18 +74,18 @@ class ModelOptions:
     mask_id: Annotated[int | None, arg(metavar="ID")] = None
     """the mask token's id (default: the checkpoint's)"""
     dtype: Annotated[DType | None, arg(metavar="NAME")] = None
-    """float32, bfloat16, float16, or auto: bfloat16 where that is fast (default: float32 on a
-    CPU, bfloat16 elsewhere)"""
+    """float32, bfloat16, float16 or auto: what is fast (default: float32 on a CPU, else
+    bfloat16)"""
     quantize: Annotated[Quantization | None, arg(metavar="NAME")] = None
-    """weights as int8, int8-weight, int4-weight, nf4, fp8"""
+    """to int8, int8-weight, int4-weight, nf4 or fp8"""
     device: Annotated[str | None, arg(metavar="NAME")] = None
-    """cpu, cuda, cuda:1, ... (default: a GPU if there is one)"""
+    """cpu, cuda, cuda:1 (default: a GPU if there is one)"""
     threads: Annotated[int | Literal["auto"] | None, arg(metavar="N|auto")] = None
     """of a CPU (default: auto, up to OMP_NUM_THREADS)"""
     compile: Switch = False
     """compile the forwards: slower to start, then faster"""
     tensor_parallel: Annotated[int, arg(metavar="N")] = 1
-    """processes of torchrun that share the model"""
+    """processes of torchrun that share it"""
     verbose: Verbose = False
 
     described: Suppress[Any] = field(default=None, compare=False, repr=False)
@@ -127,7 +127,7 @@ class WorkerOptions:
     """Choose the processes that decode."""
 
     workers: Annotated[int, arg(metavar="N")] = 1
-    """processes that decode (more need the extra ray)"""
+    """processes (more need the extra ray)"""
     address: Annotated[str | None, arg(metavar="HOST:PORT")] = None
     """Ray cluster of the --workers (default: RAY_ADDRESS, else this machine)"""
 
@@ -158,9 +158,9 @@ class BatchOptions:
     """Size the batches."""
 
     batch_size: Annotated[int, arg(metavar="N")] = 32
-    """prompts decoded together; the tokens do not depend on it"""
+    """prompts decoded together"""
     max_rows: Annotated[int | None, arg(metavar="N")] = None
-    """rows up to which a forward speculates (default: by device)"""
+    """speculate up to so many rows (default: by device)"""
 
     def check(self) -> None:
         """Raise InputError for a value out of range."""
@@ -172,8 +172,8 @@ class TaskOptions:
     """Choose the problems."""
 
     tasks: Annotated[str | None, arg(metavar="NAMES")] = None
-    """with commas: tasks, files of some, or those of `d2f configs` under evaluation (default:
-    story,countdown,sudoku)"""
+    """with commas: tasks, task files, or those of `d2f configs`; `d2f info MODEL` says what a
+    bundled model is good at (default: story,countdown,sudoku)"""
     data: Annotated[str | None, arg(metavar="FILE")] = None
     """problems of your own: JSONL, parquet or a data set"""
     judge: Annotated[str | None, arg(metavar="NAME")] = None
@@ -217,7 +217,7 @@ class DecoderOptions:
     decoder: Annotated[str | None, arg(metavar="NAME")] = None
     """one of these (default: what suits the model)"""
     config: Annotated[str | None, arg(metavar="FILE")] = None
-    """YAML of its options, or published or tuned ones of `d2f configs`"""
+    """YAML of its options, or a name of `d2f configs`"""
     stop: Annotated[tuple[str, ...], UseAppendAction, arg(metavar="TEXT")] = ()
     """end the response before it; may be given again"""
     given: Suppress[dict[str, Any]] = field(default_factory=dict)
@@ -232,9 +232,10 @@ class DecoderOptions:
         """Describe the decoder that the words name, else all."""
         if (named := decoder_named(words)) is not None:
             return f"{named}: {find_decoder(named).summary}"
-        first = "One's options: --decoder NAME --help. One of your own: module:Class."
-        lines = [f"  {name}: {kind.summary}" for name, kind in DECODERS.items()]
-        return "\n".join([first, "", *lines])
+        lines = [f"- {name}: {kind.summary}" for name, kind in DECODERS.items()]
+        return "\n".join(
+            ["--decoder NAME --help shows one's options; module:Class is one of yours:", *lines]
+        )
 
     def check(self) -> None:
         """Raise InputError for a decoder or configuration that is not there."""

@@ -96,7 +96,7 @@ class OutputOptions(BatchOptions):
     """Run it, and show or write results."""
 
     batch_size: Annotated[int, arg(metavar="N")] = 1
-    """prompts decoded together; the tokens do not depend on it"""
+    """prompts decoded together"""
     output: Annotated[str | None, arg(metavar="FILE")] = None
     """JSONL of the results; the same command again goes on where it stopped"""
     trace: Annotated[str | None, arg(metavar="FILE")] = None

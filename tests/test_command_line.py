@@ -72,7 +72,7 @@ for words in [*map(str.split, COMMANDS), *decoders]:
             name = words.split()[0]
             assert lines[0].startswith(f"usage: d2f {name} ") and lines[2] == "examples:"
             assert all(name in line for line in lines[3:5])
-        assert len(lines) <= 2 * 63, "two screens"
+        assert len(lines) <= 2 * 50, "two screens"
         own = re.findall(r"^│ (--[\w-]+)", said, flags=re.MULTILINE)
         if words.startswith("decode"):
             assert ("--tau-add" in own) == words.endswith(" d2f")
