@@ -49,6 +49,9 @@ def test_what_is_active_stays_in_view():
 def test_every_panel_keeps_what_is_active():
     lines = " ".join(shown([panel(40, 1), panel(1, 1), panel(30, 1)], height=15))
     assert all(f"{number}  fully active" in lines for number in (41, 2, 31))
+    # A short one leaves its room to a long one: 13 + 2 lines and four of borders.
+    lines = " ".join(shown([panel(12, 1), panel(1, 1)], height=20))
+    assert "lines" not in lines and "1   cached" in lines
     many = shown([panel(40, 1, name=f"r{i}") for i in range(9)], height=12)
     assert len(many) <= 11 and "… and 6 more" in many[-1]
 
