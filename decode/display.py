@@ -212,7 +212,7 @@ class Running:
         self.panels = panels
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
-        height = console.height - 1  # a line for the cursor
+        height = console.height - 2  # a line for the cursor, where Ctrl-C shows, and what it adds
         shown = self.panels[: max(1, (height - 1) // (BORDER + 1))]
         hidden = len(self.panels) - len(shown)
         inside = options.update_width(max(1, options.max_width - 2 * BORDER))
@@ -244,6 +244,7 @@ class Running:
             )
         if hidden:
             yield Text(f"… and {hidden} more", "dim", no_wrap=True, overflow="ellipsis")
+        yield Text()
 
 
 class Rate(ProgressColumn):

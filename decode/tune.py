@@ -349,7 +349,7 @@ def search(bench: Bench, grid: Grid, problems: Sequence[Problem]) -> tuple[Searc
     budget = (tuning.budget or math.inf) / len(tuning.chosen)
     best: dict[int, float] = {}  # accuracy that any setting has shown on so many problems
     searched: dict[str, tuple[Setting, Measurements]] = {}
-    display.begin(left * len(problems), f"{task.name}, {left} settings on tuning problems")
+    display.begin(left * len(problems), f"{task.name}: search of {left} settings")
     while left and budget > 0:
         trials = [study.ask(options) for _ in range(min(left, together))]
         left -= len(trials)
@@ -423,7 +423,7 @@ def check_choice(
     wanted = (compared[chosen][0], compared[reference][0], defaults)
     settings = [s for place, s in enumerate(wanted) if s not in wanted[:place]]
     total = len(settings) * tuning.repetitions * len(heldout)
-    bench.display.begin(total, f"{task.name}, {len(settings)} settings on held-out problems")
+    bench.display.begin(total, f"{task.name}: {len(settings)} settings held out")
     # In turn in each repetition: a machine that gets slower does so for all of them.
     runs = [bench.measure(f"heldout {n}", settings, heldout) for n in range(tuning.repetitions)]
     speeds = [[one.tokens_per_second for one in own] for own in zip(*runs, strict=True)]
