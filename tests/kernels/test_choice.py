@@ -5,6 +5,7 @@ from __future__ import annotations
 import subprocess
 import sys
 import warnings
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -120,6 +121,7 @@ def test_a_cpu_and_fp64_take_the_plain_computation():
     assert choice.use_kernel("confidence", torch.zeros(2, 3), True)
 
 
+ROOT = Path(__file__).parents[2]
 WITHOUT_TRITON = """
 import sys
 from importlib.machinery import PathFinder
@@ -137,7 +139,7 @@ def test_everything_but_the_kernels_works_without_triton(capsys):
     words = ["--model", "tiny-d2f-long", "--tau-add", "0.1", "--tasks", "story"]
     assert pipeline.main(words) == 0
     done = subprocess.run(
-        [sys.executable, "-c", WITHOUT_TRITON, *words], capture_output=True, text=True
+        [sys.executable, "-c", WITHOUT_TRITON, *words], cwd=ROOT, capture_output=True, text=True
     )
     assert done.returncode == 0, done.stderr
     answers = [
