@@ -311,6 +311,7 @@ for start in ("batch x y", "decode", "evaluate", "serve", "tune --output o"):
     NEAREST[f"{start} --device cudda"] = "--device: got 'cudda'; did you mean cuda?; expected one"
     NEAREST[f"{start} --model ."] = "expected a model folder with a config.json, found none"
     NEAREST[f"{start} --mask-id -5"] = "--mask-id must be at least 0, got -5"
+    NEAREST[f"{start} --end-ids 2,-5"] = "--end-ids must be whole numbers, as 2,13: got '2,-5'"
 CASES = [(*line.split(" ", 1), said) for line, said in NEAREST.items()]
 CASES += [(name, words, said) for name, cases in NONSENSE.items() for words, said in cases.items()]
 
