@@ -73,6 +73,8 @@ class ModelOptions:
     """llada, dream, sdar, wedlm, causal (default: the checkpoint's)"""
     mask_id: Annotated[int | None, arg(metavar="ID")] = None
     """the mask token's id (default: the checkpoint's)"""
+    end_ids: Annotated[str | None, arg(metavar="ID,ID")] = None
+    """ids of the tokens that end an answer (default: the checkpoint's)"""
     dtype: Annotated[DType | None, arg(metavar="NAME")] = None
     """float32, bfloat16, float16 or auto: what is fast (default: float32 on a CPU, else
     bfloat16)"""
@@ -91,8 +93,22 @@ class ModelOptions:
     described: Suppress[Any] = field(default=None, compare=False, repr=False)
     # What `checked_outline` read of the checkpoint, which `load` need not read again.
 
+    @property
+    def overrides(self) -> dict[str, Any]:
+        """Return what `d2f.load` is given beside the checkpoint. Raises InputError."""
+        ends = [] if self.end_ids is None else self.end_ids.split(",")
+        if not all(end.strip().isdecimal() for end in ends):
+            raise InputError(f"--end-ids must be whole numbers, as 2,13: got {self.end_ids!r}")
+        return {
+            "adapter": self.adapter,
+            "family": self.family,
+            "mask_id": self.mask_id,
+            "end_ids": [int(end) for end in ends] or None,
+        }
+
     def check(self) -> None:
         """Raise InputError for a model that cannot be, or flags that do not go together."""
+        _ = self.overrides
         check_model_name(self.model)
         if self.adapter is not None:
             check_model_name(self.adapter, "--adapter")
@@ -427,9 +443,7 @@ def checked_outline(options: ModelOptions) -> DiffusionModel:
     from d2f.loading import describe
 
     check_options(options)
-    described = describe(
-        options.model, adapter=options.adapter, family=options.family, mask_id=options.mask_id
-    )
+    described = describe(options.model, **options.overrides)
     if getattr(options, "workers", 1) == 1:  # several may be on other machines
         options.described = described
     return outline(described, tensor_parallel=options.tensor_parallel)
@@ -460,11 +474,10 @@ def load(options: ModelOptions) -> tuple[DiffusionModel, str]:
     import d2f
     from d2f.quantize import slowness
 
-    named = ("adapter", "family", "mask_id")
     described, options.described = options.described, None
     model = d2f.load(
         described or options.model,
-        **({} if described else {name: getattr(options, name) for name in named}),
+        **({} if described else options.overrides),
         dtype=options.dtype,
         device=options.device,
         quantize=options.quantize,

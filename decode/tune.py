@@ -697,6 +697,8 @@ def describe(
         "version": __version__,
         "weights": weights,
         "family": model.family,
+        "mask_id": model.mask_id,
+        "end_ids": list(model.end_ids),
         # These change speeds: measurements of two machines must not be mixed.
         **{key: around[key] for key in ("device", "threads", "dtype", "compiled", "torch")},
         "decoder": tuning.decoder,
