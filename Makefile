@@ -95,7 +95,7 @@ $(RUNS): setup.py
 	@$(PY) -m pip --version >/dev/null 2>&1 || { \
 		$(PYTHON) -c 'import sys; v = sys.version_info[:2]; (3, 11) <= v < (3, 13) or sys.exit("Python 3.11 or 3.12 is needed, $(PYTHON) is %d.%d: set another with PYTHON=..." % v)' && \
 		$(PYTHON) -m venv --clear $(VENV); }
-	@echo 'Downloading into $(VENV) what is not there yet: 0.6 GB with PyTorch for a CPU, several GB with'
+	@echo 'Downloading into $(VENV) what is not there yet: 0.3 GB with PyTorch for a CPU, several GB with'
 	@echo 'PyTorch for CUDA, which pip takes on Linux unless told otherwise: docs/quickstart.md, "Install".'
 	$(PY) -m pip install --quiet --upgrade pip
 	$(PY) -m pip install $(PROGRESS) $(TORCH)
@@ -103,7 +103,7 @@ $(RUNS): setup.py
 	@touch $@
 
 $(INSTALLED): $(RUNS)
-	@echo 'Downloading the tools of development: 0.4 GB more.'
+	@echo 'Downloading the tools of development: 0.7 GB more.'
 	PYTHONWARNINGS='ignore:Editable installation' $(PY) -m pip install $(PROGRESS) --editable '.[dev]'
 	@touch $@
 

@@ -19,6 +19,7 @@ from d2f.contract import Contract
 from d2f.files import write_beside
 from d2f.model import DiffusionModel
 from decode import report
+from triton_kernels.dispatch import triton
 
 MASK_ID = 3
 
@@ -101,14 +102,12 @@ def bytes_needed(model: DiffusionModel, rows: int, cached: int) -> int:
 
 def about(dtype: str) -> dict[str, Any]:
     """Say what the numbers were measured on."""
-    import triton
-
     threads = f"cpu, {torch.get_num_threads()} threads"
     return {
         "device": torch.cuda.get_device_name() if torch.cuda.is_available() else threads,
         "dtype": dtype,
         "torch": torch.__version__,
-        "triton": triton.__version__,
+        "triton": triton and triton.__version__,
         "date": time.strftime("%Y-%m-%d"),
     }
 

@@ -95,11 +95,12 @@ def ours(model: DiffusionModel, batch: Batch) -> Callable[[], Tensor]:
         steps=1,
         data=Data(tasks={"story": 1.0}),
     )
-    objective = D2F(model, config).train()
+    objective = D2F(model, config)
+    objective.network.train()
     if model.device.type == "cuda":  # as "auto" chooses
         found = measure_attention(model, batch.spans, model.dtype)
         objective.attention = min(found, key=found.__getitem__)
-    return lambda: objective(batch)
+    return lambda: objective.forward(batch)
 
 
 def plain(model: DiffusionModel, batch: Batch, share: Tensor) -> Callable[[], Tensor]:

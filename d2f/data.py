@@ -7,6 +7,7 @@ import hashlib
 import json
 import sys
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -17,6 +18,7 @@ if TYPE_CHECKING:
 
 LINE = "JSON line"
 _LONGEST = 400  # characters of why a record is bad
+_UNPACKED = 2**30  # bytes that any parquet file may unpack to
 
 
 class BadRecord(Exception):
@@ -65,11 +67,31 @@ def _load_file(path: Path) -> Dataset:
     kind = {".parquet": "parquet", ".csv": "csv"}.get(path.suffix)
     if kind is None and path.suffix == ".json" and first == b"[":
         kind = "json"
+    if kind == "parquet":
+        _check_unpacked(path)
     if kind is not None:
         return _read(kind, path, **options)
     # Bytes that are not UTF-8 become an escape that JSON does not know.
     coded = {"encoding": "utf-8-sig", "encoding_errors": "backslashreplace"}
     return _read("text", path, **options, **coded).rename_column("text", LINE)
+
+
+def _check_unpacked(path: Path) -> None:
+    """Raise InputError for a parquet file, as small as it may be, that unpacks to very much:
+    `datasets` would write all of it to its cache."""
+    from pyarrow import ArrowException, parquet
+
+    most, size = max(_UNPACKED, 100 * path.stat().st_size), 0
+    with suppress(OSError, ArrowException), parquet.ParquetFile(path) as file:  # `_read` says why
+        for batch in file.iter_batches(batch_size=16):  # a value may be long
+            size += batch.nbytes
+            if size > most:
+                break
+    if size > most:
+        raise InputError(
+            f"{path}: expected at most {most:,} bytes of rows, the file of {path.stat().st_size:,} "
+            "bytes unpacks to more: take JSONL, or several files"
+        )
 
 
 def _load_saved(place: str, split: str | None) -> Dataset:

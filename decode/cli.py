@@ -73,26 +73,42 @@ class ModelOptions:
     """llada, dream, sdar, wedlm, causal (default: the checkpoint's)"""
     mask_id: Annotated[int | None, arg(metavar="ID")] = None
     """the mask token's id (default: the checkpoint's)"""
+    end_ids: Annotated[str | None, arg(metavar="ID,ID")] = None
+    """ids of the tokens that end an answer (default: the checkpoint's)"""
     dtype: Annotated[DType | None, arg(metavar="NAME")] = None
-    """float32, bfloat16, float16, or auto: bfloat16 where that is fast (default: float32 on a
-    CPU, bfloat16 elsewhere)"""
+    """float32, bfloat16, float16 or auto: what is fast (default: float32 on a CPU, else
+    bfloat16)"""
     quantize: Annotated[Quantization | None, arg(metavar="NAME")] = None
-    """weights as int8, int8-weight, int4-weight, nf4, fp8"""
+    """to int8, int8-weight, int4-weight, nf4 or fp8"""
     device: Annotated[str | None, arg(metavar="NAME")] = None
-    """cpu, cuda, cuda:1, ... (default: a GPU if there is one)"""
+    """cpu, cuda, cuda:1 (default: a GPU if there is one)"""
     threads: Annotated[int | Literal["auto"] | None, arg(metavar="N|auto")] = None
     """of a CPU (default: auto, up to OMP_NUM_THREADS)"""
     compile: Switch = False
     """compile the forwards: slower to start, then faster"""
     tensor_parallel: Annotated[int, arg(metavar="N")] = 1
-    """processes of torchrun that share the model"""
+    """processes of torchrun that share it"""
     verbose: Verbose = False
 
     described: Suppress[Any] = field(default=None, compare=False, repr=False)
     # What `checked_outline` read of the checkpoint, which `load` need not read again.
 
+    @property
+    def overrides(self) -> dict[str, Any]:
+        """Return what `d2f.load` is given beside the checkpoint. Raises InputError."""
+        ends = [] if self.end_ids is None else self.end_ids.split(",")
+        if not all(end.strip().isdecimal() for end in ends):
+            raise InputError(f"--end-ids must be whole numbers, as 2,13: got {self.end_ids!r}")
+        return {
+            "adapter": self.adapter,
+            "family": self.family,
+            "mask_id": self.mask_id,
+            "end_ids": [int(end) for end in ends] or None,
+        }
+
     def check(self) -> None:
         """Raise InputError for a model that cannot be, or flags that do not go together."""
+        _ = self.overrides
         check_model_name(self.model)
         if self.adapter is not None:
             check_model_name(self.adapter, "--adapter")
@@ -127,7 +143,7 @@ class WorkerOptions:
     """Choose the processes that decode."""
 
     workers: Annotated[int, arg(metavar="N")] = 1
-    """processes that decode (more need the extra ray)"""
+    """processes (more need the extra ray)"""
     address: Annotated[str | None, arg(metavar="HOST:PORT")] = None
     """Ray cluster of the --workers (default: RAY_ADDRESS, else this machine)"""
 
@@ -158,9 +174,9 @@ class BatchOptions:
     """Size the batches."""
 
     batch_size: Annotated[int, arg(metavar="N")] = 32
-    """prompts decoded together; the tokens do not depend on it"""
+    """prompts decoded together"""
     max_rows: Annotated[int | None, arg(metavar="N")] = None
-    """rows up to which a forward speculates (default: by device)"""
+    """speculate up to so many rows (default: by device)"""
 
     def check(self) -> None:
         """Raise InputError for a value out of range."""
@@ -172,8 +188,8 @@ class TaskOptions:
     """Choose the problems."""
 
     tasks: Annotated[str | None, arg(metavar="NAMES")] = None
-    """with commas: tasks, files of some, or those of `d2f configs` under evaluation (default:
-    story,countdown,sudoku)"""
+    """with commas: tasks, task files, or those of `d2f configs`; `d2f info MODEL` says what a
+    bundled model is good at (default: story,countdown,sudoku)"""
     data: Annotated[str | None, arg(metavar="FILE")] = None
     """problems of your own: JSONL, parquet or a data set"""
     judge: Annotated[str | None, arg(metavar="NAME")] = None
@@ -217,7 +233,7 @@ class DecoderOptions:
     decoder: Annotated[str | None, arg(metavar="NAME")] = None
     """one of these (default: what suits the model)"""
     config: Annotated[str | None, arg(metavar="FILE")] = None
-    """YAML of its options, or published or tuned ones of `d2f configs`"""
+    """YAML of its options, or a name of `d2f configs`"""
     stop: Annotated[tuple[str, ...], UseAppendAction, arg(metavar="TEXT")] = ()
     """end the response before it; may be given again"""
     given: Suppress[dict[str, Any]] = field(default_factory=dict)
@@ -232,9 +248,10 @@ class DecoderOptions:
         """Describe the decoder that the words name, else all."""
         if (named := decoder_named(words)) is not None:
             return f"{named}: {find_decoder(named).summary}"
-        first = "One's options: --decoder NAME --help. One of your own: module:Class."
-        lines = [f"  {name}: {kind.summary}" for name, kind in DECODERS.items()]
-        return "\n".join([first, "", *lines])
+        lines = [f"- {name}: {kind.summary}" for name, kind in DECODERS.items()]
+        return "\n".join(
+            ["--decoder NAME --help shows one's options; module:Class is one of yours:", *lines]
+        )
 
     def check(self) -> None:
         """Raise InputError for a decoder or configuration that is not there."""
@@ -426,9 +443,7 @@ def checked_outline(options: ModelOptions) -> DiffusionModel:
     from d2f.loading import describe
 
     check_options(options)
-    described = describe(
-        options.model, adapter=options.adapter, family=options.family, mask_id=options.mask_id
-    )
+    described = describe(options.model, **options.overrides)
     if getattr(options, "workers", 1) == 1:  # several may be on other machines
         options.described = described
     return outline(described, tensor_parallel=options.tensor_parallel)
@@ -459,11 +474,10 @@ def load(options: ModelOptions) -> tuple[DiffusionModel, str]:
     import d2f
     from d2f.quantize import slowness
 
-    named = ("adapter", "family", "mask_id")
     described, options.described = options.described, None
     model = d2f.load(
         described or options.model,
-        **({} if described else {name: getattr(options, name) for name in named}),
+        **({} if described else options.overrides),
         dtype=options.dtype,
         device=options.device,
         quantize=options.quantize,

@@ -212,18 +212,25 @@ class Running:
         self.panels = panels
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
-        height = console.height - 1  # a line for the cursor
+        height = console.height - 2  # a line for the cursor, where Ctrl-C shows, and what it adds
         shown = self.panels[: max(1, (height - 1) // (BORDER + 1))]
         hidden = len(self.panels) - len(shown)
-        room = max(1, (height - bool(hidden)) // max(1, len(shown)) - BORDER)
+        inside = options.update_width(max(1, options.max_width - 2 * BORDER))
+        drawn = []
         for panel in shown:
             table = Table.grid(padding=(0, 2))
             for number, (state, text) in enumerate(panel.blocks, 1):
                 table.add_row(Text(str(number), "dim"), state, text)
-            inside = options.update_width(max(1, options.max_width - 2 * BORDER))
-            lines = console.render_lines(table, inside)
+            drawn.append(console.render_lines(table, inside))
+        rooms, left = {}, height - bool(hidden) - BORDER * len(shown)
+        # What short panels leave free is for the long ones.
+        for done, n in enumerate(sorted(range(len(shown)), key=lambda n: len(drawn[n]))):
+            rooms[n] = max(1, min(len(drawn[n]), left // (len(shown) - done)))
+            left -= rooms[n]
+        for n, (panel, lines) in enumerate(zip(shown, drawn, strict=True)):
+            room = rooms[n]
             # The oldest lines go first, but none from the one on where decoding goes on.
-            masked = [n for n, line in enumerate(lines) if any(MASKED in s.text for s in line)]
+            masked = [i for i, line in enumerate(lines) if any(MASKED in s.text for s in line)]
             first = max(0, min(len(lines) - room, *masked[:1], len(lines)))
             note = None
             if len(lines) > room:
@@ -237,6 +244,7 @@ class Running:
             )
         if hidden:
             yield Text(f"… and {hidden} more", "dim", no_wrap=True, overflow="ellipsis")
+        yield Text()
 
 
 class Rate(ProgressColumn):

@@ -304,6 +304,8 @@ def model_header(options: ModelOptions, model: DiffusionModel, weights: str) -> 
         "merged": options.adapter is not None and options.merge,
         "weights": weights,
         "family": model.family,
+        "mask_id": model.mask_id,
+        "end_ids": list(model.end_ids),
         "dtype": model.precision,
         "device": model.device.type,
     }

@@ -96,7 +96,7 @@ class OutputOptions(BatchOptions):
     """Run it, and show or write results."""
 
     batch_size: Annotated[int, arg(metavar="N")] = 1
-    """prompts decoded together; the tokens do not depend on it"""
+    """prompts decoded together"""
     output: Annotated[str | None, arg(metavar="FILE")] = None
     """JSONL of the results; the same command again goes on where it stopped"""
     trace: Annotated[str | None, arg(metavar="FILE")] = None
@@ -291,15 +291,14 @@ def _report(
             line = json.dumps(asdict(record)) if options.json else record.shown
             print(line, file=console.file)
         return
-    for line in totals(decoded, known, batch_size=options.batch_size):
-        print(line, file=console.file)
     threads = f", {model.threads} threads" if model.device.type == "cpu" else ""
-    print(
+    counted = (
         "counted: visible tokens, up to the end token; seconds of decoding alone, after an untimed "
         f"warm-up of {WARM_UP_FORWARDS} forwards; batch {options.batch_size}; {options.model}, "
-        f"{model.precision}, {model.device}{threads}{', compiled' * model.is_compiled}",
-        file=console.file,
+        f"{model.precision}, {model.device}{threads}{', compiled' * model.is_compiled}"
     )
+    for line in (*totals(decoded, known, batch_size=options.batch_size), counted):
+        console.print(Text(line), soft_wrap=not console.is_terminal)
 
 
 def totals(decoded: Decoded, known: Mapping[str, str], *, batch_size: int) -> Iterator[str]:

@@ -242,9 +242,8 @@ class Options(OneProcessModel, TaskOptions, SearchOptions, WorkerOptions):
     """draw the frontier (needs the extra plot)"""
 
     def check(self) -> None:
-        """Raise InputError where figures are asked for and cannot be drawn."""
-        if self.figures:
-            require_matplotlib("--no-figures")
+        """Raise InputError without what the command needs."""
+        require_extras(self.figures)
 
 
 @dataclass(kw_only=True)
@@ -350,7 +349,7 @@ def search(bench: Bench, grid: Grid, problems: Sequence[Problem]) -> tuple[Searc
     budget = (tuning.budget or math.inf) / len(tuning.chosen)
     best: dict[int, float] = {}  # accuracy that any setting has shown on so many problems
     searched: dict[str, tuple[Setting, Measurements]] = {}
-    display.begin(left * len(problems), f"{task.name}, {left} settings on tuning problems")
+    display.begin(left * len(problems), f"{task.name}: search of {left} settings")
     while left and budget > 0:
         trials = [study.ask(options) for _ in range(min(left, together))]
         left -= len(trials)
@@ -424,7 +423,7 @@ def check_choice(
     wanted = (compared[chosen][0], compared[reference][0], defaults)
     settings = [s for place, s in enumerate(wanted) if s not in wanted[:place]]
     total = len(settings) * tuning.repetitions * len(heldout)
-    bench.display.begin(total, f"{task.name}, {len(settings)} settings on held-out problems")
+    bench.display.begin(total, f"{task.name}: {len(settings)} settings held out")
     # In turn in each repetition: a machine that gets slower does so for all of them.
     runs = [bench.measure(f"heldout {n}", settings, heldout) for n in range(tuning.repetitions)]
     speeds = [[one.tokens_per_second for one in own] for own in zip(*runs, strict=True)]
@@ -626,6 +625,13 @@ def draw(report: Mapping[str, Any], folder: Path) -> None:
 # The command.
 
 
+def require_extras(figures: bool) -> None:
+    """Raise InputError without optuna, or without matplotlib where figures are drawn."""
+    require_extra("tune", "tuning", "optuna")
+    if figures:
+        require_matplotlib("--no-figures")
+
+
 def tune(
     model: DiffusionModel, tuning: Tuning, output: str | Path, *, figures: bool = True
 ) -> dict[str, Any]:
@@ -634,9 +640,7 @@ def tune(
     needs matplotlib. Raises InputError before any decoding, NonFiniteLogitsError."""
     from decode.cli import weights_hash
 
-    require_extra("tune", "tuning", "optuna")
-    if figures:
-        require_matplotlib("--no-figures")
+    require_extras(figures)
     with locked(check_folder(output)) as folder:
         crew, named = OneWorker(model, weights_hash(model)), (model.path or model.family, None)
         return _tune(crew, model, tuning, folder, named, None, figures)
@@ -693,6 +697,8 @@ def describe(
         "version": __version__,
         "weights": weights,
         "family": model.family,
+        "mask_id": model.mask_id,
+        "end_ids": list(model.end_ids),
         # These change speeds: measurements of two machines must not be mixed.
         **{key: around[key] for key in ("device", "threads", "dtype", "compiled", "torch")},
         "decoder": tuning.decoder,
@@ -716,7 +722,6 @@ def run(options: Options, console: Console) -> None:
     """Tune as the options say, and show the result. Raises InputError before any work."""
     from decode.cli import checked_outline
 
-    require_extra("tune", "tuning", "optuna")
     options.grid()  # a bad value of an option is found here
     shape = checked_outline(options)
     grid = options.grid(shape.contract)

@@ -503,8 +503,6 @@ def read_config(
     values = with_section(read_mapping(find_config(path, *TRAINING)), str(path))
     today = [f"--{renamed(word[2:])}" if word.startswith("--") else word for word in overrides]
     override(values, today, _Flags)
-    if to_run:  # before the objective's file imports torch
-        _check_inputs(check(Settings, _of_all(values), str(path)))
     of_objective = [
         word
         for flag, value in zip(today[::2], today[1::2], strict=True)
@@ -513,11 +511,10 @@ def read_config(
     ]
     if of_objective:  # again, with the keys of this objective known: a fault is then the flag's
         override(values, of_objective, _kind(_section(values["objective"]["name"], str(path))))
-    return parse_config(values, str(path))
-
-
-def _of_all(values: dict[str, Any]) -> dict[str, Any]:
-    return {key: value for key, value in values.items() if key != "objective"}
+    config = parse_config(values, str(path))
+    if to_run:
+        _check_inputs(config)
+    return config
 
 
 def _check_inputs(settings: Settings) -> None:
@@ -532,8 +529,6 @@ def _check_inputs(settings: Settings) -> None:
 def parse_config(values: dict[str, Any], source: str) -> TrainConfig:
     """Check a configuration. source: names it in errors. Raises InputError."""
     values = with_section(values, source)
-    # First without the objective, whose file imports torch: most slips are told before that.
-    check(Settings, _of_all(values), source)
     section = values.get("objective")
     name = section.get("name") if isinstance(section, dict) else section
     return check(_kind(_section(name, source)), values, source)

@@ -251,7 +251,7 @@ def export_run(
     # If the base was rounded to be loaded, put what was trained on the base as it is stored.
     again = is_sharded(accelerator) or _is_rounded(config)
     # All processes take part in gathering shards, so this comes before all but one return.
-    weights = read_weights(accelerator, trained_parameters(objective)) if again else {}
+    weights = read_weights(accelerator, trained_parameters(objective.network)) if again else {}
     accelerator.end_training()
     if not accelerator.is_main_process:
         return
@@ -294,7 +294,7 @@ def _read_again(config: TrainConfig, weights: dict[str, torch.Tensor]) -> Diffus
     else:
         model = prepare_model(config, "meta")
     loaded = OBJECTIVES[config.objective.name](model, config)
-    loaded.load_state_dict(weights, strict=False, assign=True)
+    loaded.network.load_state_dict(weights, strict=False, assign=True)
     model.backbone.tie_weights()  # undone by assigning
     return model
 

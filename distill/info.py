@@ -27,8 +27,8 @@ BYTES = {"float32": 4, "bfloat16": 2}  # a weight
 @dataclass(kw_only=True)
 class Options:
     """Say what a checkpoint is taken for and by which keys, its mask, ends, block and shift, the
-    memory of its weights, which decoders and objectives fit, and why the others do not. No weights
-    are read. Without a model: list those that ship with this package."""
+    memory of its weights, which decoders and objectives fit, and why the others do not; of one that
+    ships with this package its tasks. No weights are read. Without a model: list those."""
 
     examples = ("d2f info tiny-d2f", "d2f info GSAI-ML/LLaDA-8B-Instruct --json")
 
@@ -123,6 +123,8 @@ def text(found: dict[str, Any]) -> str:
         f"{found['objective'] or 'not given'}; {found['context']} positions",
         f"{found['class']}, {found['parameters']:,} parameters: {memory}",
     ]
+    if found["tasks"]:
+        lines.append(f"tasks of which it has most problems right: {', '.join(found['tasks'])}")
     for what in ("decoders", "objectives"):
         fit = [name for name, reason in found[what].items() if reason is None]
         lines.append(f"{what}: {', '.join(fit) or 'none'}")
@@ -139,8 +141,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
         return
     with quiet(options.verbose):
         from decode.cli import outline
+        from decode.pipeline import mostly_right
 
         found = facts(outline(options.model, family=options.family))
+        found["tasks"] = mostly_right(options.model)
     print(json.dumps(found) if options.json else text(found))
 
 

@@ -199,7 +199,6 @@ def describe(
     return {
         **model_header(options, model, weights),
         "tokenizer": tokenizer_hash(model.tokenizer),
-        "mask_id": model.mask_id,
         "mask": mask.replace("-", "_"),
         "compiled": model.is_compiled,
         "decoder": options.decoder,

@@ -148,7 +148,7 @@ def compile_layers(backbone: PreTrainedModel) -> None:
     """Compile the layers in place when a step first needs them; names and weights stay.
 
     They are compiled one by one, all but the last by one graph. Attention stays outside
-    (`objectives.base.TrainingPlan`), and so do the embeddings and the loss, with tiles of its own::
+    (`d2f.attention.TrainingPlan`), and so do the embeddings and the loss, with tiles of its own::
 
         embeddings | layer: norm, q k v, RoPE | attention | o, norm, MLP | next layer ... | loss
                             compiled            as it is    compiled

@@ -67,8 +67,7 @@ def parse(arguments: list[str] | None = None) -> tuple[TrainConfig, Options]:
 
     given = options.config
     path = shipped(*TRAINING)[DEFAULT_CONFIG] if given is None else given
-    with quiet(options.verbose):  # the objective's file imports torch
-        config = read_config(path, overrides, to_run=True)
+    config = read_config(path, overrides, to_run=True)
     if config.tracker != "none":  # accelerate leaves a tracker that is not installed out in silence
         require_extra("track", f"tracker: {config.tracker}", config.tracker)
     if given is None and rank() == 0:

@@ -22,7 +22,7 @@ import torch
 import torch.distributed as dist
 from accelerate import Accelerator
 from accelerate.utils import broadcast_object_list
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils.benchmark import Timer
 
 from d2f.attention import SpanPlan, Way
@@ -37,7 +37,7 @@ from distill.data.stream import fill_rows
 from distill.export import export_run, prepare_model
 from distill.log import Log, Progress, draw_curve, result_text
 from distill.objectives import OBJECTIVES
-from distill.objectives.base import gathered
+from distill.objectives.base import Batch, Objective, gathered
 from distill.sharding import (
     check_compile,
     compile_layers,
@@ -98,7 +98,8 @@ def train(config: TrainConfig, *, stop_after: int | None = None) -> Path:
     model = prepare_model(config, "cpu" if config.quantize == "none" else device)
     if config.compile:
         compile_layers(model.backbone)
-    objective = OBJECTIVES[config.objective.name](model, config).train()
+    objective = OBJECTIVES[config.objective.name](model, config)
+    module = LossModule(objective).train()
     stream = objective.stream()
     evaluator, eval_every = None, config.eval_every or 0
     if eval_every:
@@ -109,15 +110,15 @@ def train(config: TrainConfig, *, stop_after: int | None = None) -> Path:
     # Optimizer
     settings = config.optimizer
     adamw = torch.optim.AdamW(
-        [p for p in objective.parameters() if p.requires_grad],
+        [p for p in module.parameters() if p.requires_grad],
         lr=settings.lr,
         betas=settings.betas,
         eps=settings.eps,
         weight_decay=settings.weight_decay,
         fused=True,
     )
-    wrapped, optimizer = prepare(accelerator, objective, adamw, rows=rows, clip=settings.clip)
-    trained = trained_parameters(objective)
+    wrapped, optimizer = prepare(accelerator, module, adamw, rows=rows, clip=settings.clip)
+    trained = trained_parameters(module)
 
     # The newest checkpoint; only after it was taken is the folder written to.
     done = sample = 0
@@ -241,6 +242,18 @@ def train(config: TrainConfig, *, stop_after: int | None = None) -> Path:
     if stopped == signal.SIGINT:
         raise KeyboardInterrupt
     return folder.place
+
+
+class LossModule(nn.Module):
+    """Give accelerate an objective's loss as a module that has the parameters of its network."""
+
+    def __init__(self, objective: Objective):
+        super().__init__()
+        self.network, self.loss = objective.network, objective.forward
+        self._no_split_modules = objective.model.backbone._no_split_modules  # FSDP's units
+
+    def forward(self, batch: Batch) -> Tensor:
+        return self.loss(batch)
 
 
 def doubts(config: TrainConfig) -> list[str]:

@@ -14,6 +14,7 @@ from mkdocs.structure.files import File, Files
 ROOT = Path(__file__).parent.parent
 OUTSIDE = re.compile(r"(\]\()\.\./([^)#\s]+)")
 FROM_ROOT = re.compile(r"(\]\()(?!https?:|docs/|#)([^)#\s]+)")
+FIGURE = re.compile(r'(?:src|srcset)="\.\./([^"]+)"')  # it leads there from a page of the site, too
 PICTURE = re.compile(r"\]\((\w[\w./-]*\.png)\)")
 
 
@@ -21,7 +22,9 @@ def on_files(files: Files, config: Any) -> Files:
     """Add the README, every file that a page links to, and the pictures of the reports."""
     readme = (ROOT / "README.md").read_text("utf-8")
     pages = [Path(config.docs_dir, file.src_uri) for file in files.documentation_pages()]
-    found = {name for page in pages for _, name in OUTSIDE.findall(page.read_text("utf-8"))}
+    texts = [page.read_text("utf-8") for page in pages]
+    found = {name for text in texts for _, name in OUTSIDE.findall(text)}
+    found |= {name for text in texts for name in FIGURE.findall(text)}
     found |= {name for _, name in FROM_ROOT.findall(readme)}
     for name in list(found):
         place = ROOT / name

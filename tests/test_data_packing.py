@@ -39,7 +39,8 @@ def test_a_samples_loss_does_not_depend_on_its_row(tmp_path, objective, family):
         for name, parameter in model.adapter.named_parameters():
             if "lora_B" in name:
                 torch.nn.init.normal_(parameter, std=0.3)
-    made = OBJECTIVES[objective](model, config).eval()
+    made = OBJECTIVES[objective](model, config)
+    made.network.eval()
     rows, _ = fill_rows(made.stream(), 0)
     assert len(rows[0]) >= 3
     middle = rows[0][1]
@@ -58,7 +59,7 @@ def test_a_samples_loss_does_not_depend_on_its_row(tmp_path, objective, family):
         total = sum(
             made.normalizer(p.sample, made.draw(p.sample)[1] > 0) for r in (row, rows[1]) for p in r
         )
-        return made(dataclasses.replace(batch, weight=batch.weight * own)) * total
+        return made.forward(dataclasses.replace(batch, weight=batch.weight * own)) * total
 
     loss = loss_of_middle(rows[0])
     found = torch.autograd.grad(loss, fed, allow_unused=True)

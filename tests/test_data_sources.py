@@ -5,8 +5,10 @@ from __future__ import annotations
 import json
 
 import datasets
+import pyarrow
 import pytest
 from data_rows import pairs, settings, stream, texts, write
+from pyarrow import parquet
 
 from d2f.errors import InputError
 from distill.config import COLUMNS
@@ -132,6 +134,18 @@ def test_a_parquet_column_of_another_kind_is_named(tmp_path, value):
     message = f"row 0: response must be non-empty text, got {value!r}"
     with pytest.raises(InputError, match=message):
         stream(file=str(tmp_path / "d.parquet"))
+
+
+@pytest.mark.parametrize("values", [["x" * 1000], ["x" * 10**5], [{"content": "x" * 1000}]])
+def test_a_parquet_file_that_unpacks_to_very_much_is_refused(tmp_path, monkeypatch, values):
+    """Before anything of it is in the cache on the disk: what repeats takes no place in a file."""
+    monkeypatch.setattr("d2f.data._UNPACKED", 2**20)
+    monkeypatch.setattr("d2f.data._read", None)
+    path = tmp_path / "d.parquet"
+    parquet.write_table(pyarrow.table({"prompt": 2000 * values}), path, compression="zstd")
+    assert path.stat().st_size < 10_000
+    with pytest.raises(InputError, match=r"d\.parquet: expected at most 1,048,576 bytes of rows"):
+        stream(file=str(path))
 
 
 def test_files_that_cannot_be_data(tmp_path):

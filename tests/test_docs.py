@@ -11,6 +11,7 @@ import subprocess
 import sys
 from functools import cache
 from importlib.util import find_spec
+from pathlib import Path
 
 import pytest
 from documents import ROOT, printed, run
@@ -107,7 +108,8 @@ def test_a_generated_table_is_up_to_date(name):
 
 @pytest.mark.parametrize("page", PAGES, **NAME)
 def test_links_lead_to_a_file_and_a_heading(page):
-    for target in re.findall(r"\]\(([^)\s]+)\)", page.read_text(encoding="utf-8")):
+    text = page.read_text(encoding="utf-8")
+    for target in re.findall(r"(?:\]\(|src=\"|srcset=\")([^)\"\s]+)", text):
         if "://" in target:
             continue
         name, _, heading = target.partition("#")
@@ -130,6 +132,17 @@ def test_the_files_that_a_page_names_are_there(page):
     assert sorted(name for name in named if not (ROOT / name).exists()) == []
 
 
+@pytest.mark.parametrize("page", PAGES, **NAME)
+def test_a_figure_with_a_dark_one_beside_it_shows_that_on_a_dark_page(page):
+    """GitHub and the site both follow the reader's setting."""
+    text = page.read_text(encoding="utf-8")
+    for light in re.findall(r"(?:!\[[^\]]*\]\(|<img src=\")([^)\"]+)", text):
+        place = Path(light)
+        dark = place.with_name(f"{place.stem}-dark{place.suffix}")
+        if (page.parent / dark).is_file():
+            assert f'<source media="(prefers-color-scheme: dark)" srcset="{dark}">' in text
+
+
 @pytest.mark.slow
 @pytest.mark.skipif(find_spec("mkdocs") is None, reason="the extra docs is not installed")
 def test_the_site_builds_without_a_warning(tmp_path):
@@ -137,3 +150,6 @@ def test_the_site_builds_without_a_warning(tmp_path):
     quiet = os.environ | {"NO_MKDOCS_2_WARNING": "1"}
     done = subprocess.run(words, cwd=ROOT, env=quiet, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
+    for page in tmp_path.glob("*/index.html"):
+        figures = re.findall(r'(?:src|srcset)="(\.\./benchmarks/[^"]+)"', page.read_text("utf-8"))
+        assert all((page.parent / figure).is_file() for figure in figures), figures

@@ -83,6 +83,8 @@ def test_answers_of_other_settings_data_or_judges_are_refused_and_kept(data, mon
     for change, message in (
         (["--judge", "exact"], "tasks was"),
         (["--tau-conf", "0.5"], "options was"),
+        (["--end-ids", "2,3"], "end_ids was"),
+        (["--mask-id", "5"], "mask_id was"),
         (["--samples", "2", "--temperature", "1"], "samples was 1, now 2"),
     ):
         assert main([*judged, *small, *change]) == 2

@@ -254,6 +254,9 @@ def test_info_says_what_fits_and_why_not(golden, capsys):
         "not wedlm: objective wedlm trains the family wedlm, got llada",
     ):
         assert part in said
+    assert "tasks" not in said
+    assert info.main(["tiny-d2f-long"]) == 0
+    assert "has most problems right: story, sudoku\n" in capsys.readouterr().out
     assert info.main(["tiny-d2"]) == 2
     assert "did you mean tiny-d2f" in capsys.readouterr().err
 

@@ -60,7 +60,7 @@ def with_adapter(family: str) -> DiffusionModel:
 
 def measured(made: Objective, samples: list[Sample]) -> dict[str, float]:
     loss = HeldoutLoss(made, HeldOut(samples, "made up"))
-    made.train()
+    made.network.train()
     with undisturbed(made.model):
         return loss.measure()
 

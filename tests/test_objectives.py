@@ -43,7 +43,7 @@ def adapted(family: str, dropout: float = 0.0) -> d2f.DiffusionModel:
 
 
 def gradient(loss: torch.Tensor, made: Objective) -> torch.Tensor:
-    parameters = [p for p in made.parameters() if p.requires_grad]
+    parameters = [p for p in made.network.parameters() if p.requires_grad]
     return torch.cat([g.flatten() for g in torch.autograd.grad(loss, parameters)])
 
 
@@ -117,7 +117,7 @@ def test_d2fs_loss_and_its_gradient_are_the_formula(
         tmp_path, "d2f", init="unused", distill_target=target, weighting=weighting, block_size=4
     )
     made, rows = batch_of("d2f", model, config)
-    loss = made(made.batch(rows, slice(0, len(rows))))
+    loss = made.forward(made.batch(rows, slice(0, len(rows))))
     expected = written_out(made, rows, target, weighting)
     torch.testing.assert_close(loss, expected, rtol=1e-4, atol=1e-6)
     ours, theirs = gradient(loss, made), gradient(expected, made)
@@ -130,10 +130,10 @@ def test_dropout_is_the_students_alone(tmp_path):
     """Reading the teacher leaves a training student as it was."""
     model = adapted("llada", dropout=0.5)
     made, rows = batch_of("d2f", model, settings(tmp_path, "d2f", init="unused"))
-    made.train()
+    made.network.train()
     batch = made.batch(rows, slice(0, 2))
     assert torch.equal(made.read_teacher(batch), made.read_teacher(batch))
-    assert made(batch).item() != made(batch).item()
+    assert made.forward(batch).item() != made.forward(batch).item()
 
 
 # Packed steps.
@@ -145,10 +145,10 @@ def test_the_loss_does_not_depend_on_the_processes(tmp_path, objective):
     model = fresh_model("causal" if objective == "next_token" else "llada")
     config = settings(tmp_path, objective, **({"init": "unused"} if objective == "d2f" else {}))
     made, rows = batch_of(objective, model, config)
-    made.eval()
+    made.network.eval()
     with torch.no_grad():
-        whole = made(made.batch(rows, slice(0, 2)))
-        halves = [made(made.batch(rows, slice(i, i + 1))) for i in (0, 1)]
+        whole = made.forward(made.batch(rows, slice(0, 2)))
+        halves = [made.forward(made.batch(rows, slice(i, i + 1))) for i in (0, 1)]
     assert sum(halves).item() == pytest.approx(whole.item(), rel=1e-5, abs=1e-6)
 
 

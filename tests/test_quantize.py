@@ -58,8 +58,8 @@ def test_gradients_are_those_of_the_weights_that_4_bits_stand_for(tmp_path, base
         batch = made.batch(fill_rows(made.stream(), 0)[0], slice(0, config.data.rows))
         with torch.no_grad():
             made.read(batch, batch.spans)
-        made.train()
-        loss = made(batch)
+        made.network.train()
+        loss = made.forward(batch)
         loss.backward()
         found.append(
             {name: p.grad for name, p in network.named_parameters() if p.grad is not None}

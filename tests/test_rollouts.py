@@ -175,7 +175,8 @@ def test_the_file_begins_with_what_decides_its_rollouts(lenient, saved, tmp_path
         "version": d2f.__version__, "model": saved, "adapter": None, "merged": False,
         "family": "llada",
         "weights": run["weights"], "tokenizer": tokenizer_hash(model.tokenizer),
-        "mask_id": model.mask_id, "mask": "bidirectional", "dtype": "float32", "device": "cpu",
+        "mask_id": model.mask_id, "end_ids": list(model.end_ids), "mask": "bidirectional",
+        "dtype": "float32", "device": "cpu",
         "compiled": False, "decoder": "wino", "tasks": ["countdown", "sudoku"], "problems": 5,
         "seed": 3, "temperatures": [0.0, 0.8],
     }  # fmt: skip

@@ -302,7 +302,7 @@ ROWS = [[Placed(SAMPLES[0], 0), Placed(SAMPLES[1], 11)], [Placed(SAMPLES[2], 0)]
 def test_loss_is_that_of_draft_rows_fed_one_group_at_a_time(model, weights):
     """Each anchor's text and draft rows alone, causally: what decoding feeds."""
     one = objective(model, weights=weights)
-    got = one(one.batch(ROWS, slice(0, 2)))
+    got = one.forward(one.batch(ROWS, slice(0, 2)))
     total = weight_sum = 0.0
     base = random_model("causal")
     for sample in SAMPLES:
@@ -329,7 +329,7 @@ def test_loss_is_that_of_draft_rows_fed_one_group_at_a_time(model, weights):
 def test_gradients_reach_the_adapter_alone(model):
     trained = drafting()
     one = objective(trained)
-    one(one.batch(ROWS, slice(0, 2))).backward()
+    one.forward(one.batch(ROWS, slice(0, 2))).backward()
     moved = {
         n for n, p in trained.backbone.named_parameters() if p.grad is not None and p.grad.any()
     }

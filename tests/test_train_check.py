@@ -115,10 +115,11 @@ def test_the_estimate_of_activations_is_what_autograd_keeps(
             new_lora(model, **lora.model_dump())
             section = D2FOptions(name="d2f", lora=lora)
             config = config.model_copy(update={"objective": section})
-        made = OBJECTIVES[objective](model, config).train()
+        made = OBJECTIVES[objective](model, config)
+        made.network.train()
         stream = Stream(config.data, model.tokenizer, model.end_ids, 0, made.tail)
         batch = made.batch(fill_rows(stream, 0)[0], slice(0, 2))
-        weights = {tuple(p.shape) for p in made.parameters()}
+        weights = {tuple(p.shape) for p in made.network.parameters()}
         weights |= {shape[::-1] for shape in weights}
         kept: dict[int, int] = {}
         held = []

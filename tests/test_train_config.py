@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import re
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -141,6 +144,33 @@ def test_overrides_by_todays_names_and_by_earlier_ones(tmp_path, path, flag, val
 def test_a_fault_of_a_flag_is_not_blamed_on_the_file(flags, message):
     with pytest.raises(InputError, match=message):
         read_config("tiny-d2f", flags)
+
+
+PROBE = """
+import sys
+from distill.objectives import OBJECTIVES
+from distill.train import main
+assert all(OBJECTIVES.values())
+sys.argv[1:] = ["--config", "tiny-d2f", *sys.argv[1:]]
+status = main()
+assert not {"torch", "transformers", "datasets"} & sys.modules.keys()
+sys.exit(status)
+"""
+
+
+@pytest.mark.parametrize(
+    ("flag", "value", "message"),
+    [
+        ("--objective.distill_targets", "soft", "no such key; did you mean .*distill_target"),
+        ("--lora.r", "0", "--objective.lora.r: expected at least 1, got 0"),
+        ("--init", "tiny-tacher", "did you mean tiny-teacher"),
+    ],
+)
+def test_a_wrong_option_is_said_before_torch_is_loaded(flag, value, message):
+    done = subprocess.run(
+        [sys.executable, "-c", PROBE, flag, value], capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 2 and re.search(message, done.stderr), done.stderr
 
 
 def test_the_tokenizer_of_a_model_from_scratch_is_used_or_an_error(tmp_path):

@@ -21,13 +21,12 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from d2f import spans as sp
 from d2f.adapters import new_lora
-from d2f.attention import SpanPlan
+from d2f.attention import SpanPlan, TrainingPlan, parts_of, read_rows_only
 from d2f.errors import CompileError, InputError
 from d2f.saving import save_model
 from distill import trainer
 from distill.data.stream import fill_rows
 from distill.export import prepare_model
-from distill.objectives.base import TrainingPlan, parts_of, read_rows_only
 from distill.sharding import check_compile, compile_layers, uncompiled
 from distill.train import train
 from distill.trainer import choose_attention
@@ -186,9 +185,12 @@ def test_all_layers_share_their_graphs(tmp_path, monkeypatch):
         torch._dynamo.reset()
         counters.clear()
         config = settings(tmp_path, model=SHAPE | {"layers": layers})
-        objective = trainer.OBJECTIVES["masked_diffusion"](prepare_model(config), config).train()
+        objective = trainer.OBJECTIVES["masked_diffusion"](prepare_model(config), config)
+        objective.network.train()
         compile_layers(objective.model.backbone)
-        objective(objective.batch(fill_rows(objective.stream(), 0)[0], slice(0, 2))).backward()
+        objective.forward(
+            objective.batch(fill_rows(objective.stream(), 0)[0], slice(0, 2))
+        ).backward()
         graphs.append(counters["stats"]["unique_graphs"])
     assert graphs[0] == graphs[1] > 0
 
@@ -291,7 +293,7 @@ def read_in_a_step(config, monkeypatch) -> Counter:
     monkeypatch.setattr(trainer, "learning_rate", rate)
     monkeypatch.setattr(trainer.StopRequest, "asked", asked)
     monkeypatch.setattr(kind, "batch", batch)
-    monkeypatch.setattr("distill.objectives.base.parts_of", lambda spans: None)  # a CPU's alone
+    monkeypatch.setattr("d2f.attention.parts_of", lambda spans: None)  # a CPU's alone
     # The processor's own generator takes a seed from a tensor; a GPU's takes the number.
     monkeypatch.setattr(trainer, "seed_dropout", lambda *given: None)
     train(config, stop_after=2)

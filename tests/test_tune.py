@@ -314,7 +314,8 @@ def test_another_run_in_the_output(tmp_path, made_up, capsys):
 )
 def test_bad_arguments(tmp_path, made_up, capsys, monkeypatch, arguments, message):
     if arguments == ["without optuna"]:
-        monkeypatch.setattr("d2f.command.find_spec", lambda name: name != "optuna" or None)
+        missing = ("optuna", "matplotlib")
+        monkeypatch.setattr("d2f.command.find_spec", lambda name: name not in missing or None)
         arguments = []
     out = tmp_path / "out"
     assert main(["--tasks", "sudoku", "--output", str(out), *arguments]) == 2

@@ -29,6 +29,7 @@ from distill.data.samples import Placed
 from distill.data.stream import fill_rows, plan
 from distill.objectives import OBJECTIVES
 from distill.objectives import base as shared
+from distill.objectives.base import Objective
 from distill.objectives.wino_plus import (
     Rollout,
     StateStream,
@@ -155,9 +156,7 @@ def test_inspect_shows_what_is_decided_next(tmp_path, files, base):
 # The loss.
 
 
-def objective_of(
-    tmp_path, files, family: str, decoder: str, **wino
-) -> tuple[torch.nn.Module, list]:
+def objective_of(tmp_path, files, family: str, decoder: str, **wino) -> tuple[Objective, list]:
     """A model whose adapter does something and whose likeliest token is often the mask, and a
     step's rows."""
     model = fresh_model(family)
@@ -219,7 +218,7 @@ def written_out(made, rows: list[list[Placed]]) -> tuple[Tensor, np.ndarray]:
 
 
 def gradient(loss: Tensor, made) -> Tensor:
-    parameters = [p for p in made.parameters() if p.requires_grad]
+    parameters = [p for p in made.network.parameters() if p.requires_grad]
     found = torch.autograd.grad(loss, parameters, allow_unused=True)
     return torch.cat([g.flatten() for g in found if g is not None])
 
@@ -240,7 +239,7 @@ def test_the_loss_is_its_definition(tmp_path, files, monkeypatch, family, decode
     from all logits; the gradient too."""
     made, rows = objective_of(tmp_path, files, family, decoder, **wino)
     monkeypatch.setattr(shared, "LOGITS_BYTES", 7 * 4 * made.model.vocab_size)
-    loss = made(made.batch(rows, slice(0, 8)))
+    loss = made.forward(made.batch(rows, slice(0, 8)))
     expected, sizes = written_out(made, rows)
     assert (sizes > 0).all()
     torch.testing.assert_close(loss, expected, rtol=1e-5, atol=1e-6)
@@ -252,10 +251,10 @@ def test_the_loss_does_not_depend_on_the_processes(tmp_path, files):
     """One without samples has a loss of zero."""
     made, rows = objective_of(tmp_path, files, "dream", "d2f", **BLOCK_CAUSAL)
     with torch.no_grad():
-        whole = made(made.batch(rows, slice(0, 8)))
-        parts = [made(made.batch(rows, slice(i, i + 4))) for i in (0, 4)]
+        whole = made.forward(made.batch(rows, slice(0, 8)))
+        parts = [made.forward(made.batch(rows, slice(i, i + 4))) for i in (0, 4)]
     assert sum(parts).item() == pytest.approx(whole.item(), rel=1e-5)
-    loss = made(made.batch([[], []], slice(0, 2)))
+    loss = made.forward(made.batch([[], []], slice(0, 2)))
     loss.backward()
     assert loss.item() == 0.0
 

@@ -18,11 +18,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import torch
-import triton
-import triton.language as tl
 from torch import Tensor
 
-from triton_kernels.dispatch import random_inputs, self_check, use_kernel
+from triton_kernels.dispatch import jit, random_inputs, self_check, tl, triton, use_kernel
 from triton_kernels.draws import Draws
 
 _FACTS = 7  # statistics of a row in a tile, see `_store_tile`
@@ -108,7 +106,7 @@ def without(logits: Tensor, mask_id: int | None) -> Tensor:
     return allowed
 
 
-@triton.jit
+@jit
 def _store_tile(
     z, row, column, rows, columns, facts, tokens, named_logit, named, mask_id, seeds, counters,
     temperatures, floors, HAS_MASK: tl.constexpr, HAS_NAMED: tl.constexpr, SAMPLED: tl.constexpr,
@@ -178,7 +176,7 @@ def _store_tile(
     tl.store(tokens + tile * rows + row, tile * column.shape[0] + best_at, mask=kept)
 
 
-@triton.jit
+@jit
 def _logits_tile(
     logits, rows, columns, facts, tokens, named_logit, named, mask_id, seeds, counters,
     temperatures, floors, HAS_MASK: tl.constexpr, HAS_NAMED: tl.constexpr, SAMPLED: tl.constexpr,
@@ -196,7 +194,7 @@ def _logits_tile(
     )  # fmt: skip
 
 
-@triton.jit
+@jit
 def _join_tiles(
     facts, tokens, named_logit, rows, tiles, out, token, HAS_NAMED: tl.constexpr,
     TILES: tl.constexpr,

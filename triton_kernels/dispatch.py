@@ -3,6 +3,9 @@
 On CUDA a kernel is taken once it has agreed with its reference on this device and in this dtype;
 one that does not agree is left out with a warning. The environment variable ``D2F_KERNELS``
 overrides that: ``0`` takes the plain computation, ``1`` the kernels without comparing.
+
+A torch for CUDA brings Triton. Without it the kernels' files are read all the same, and every
+computation is the plain one.
 """
 
 from __future__ import annotations
@@ -11,9 +14,16 @@ import os
 import warnings
 from collections.abc import Callable, Sequence
 from functools import cache
+from typing import Any
 
 import torch
 from torch import Tensor
+
+try:
+    import triton
+    import triton.language as tl
+except ModuleNotFoundError:
+    triton = tl = None
 
 VARIABLE = "D2F_KERNELS"
 # A kernel's own file has its check: a small random problem, the kernel against its reference.
@@ -28,20 +38,27 @@ def use_kernel(name: str, x: Tensor, wanted: bool | None = None) -> bool:
     where the kernel has one. fp64 is always the plain computation's.
 
     wanted: the caller's own choice, None for the rule above. Raises ValueError for another value of
-    ``D2F_KERNELS``.
+    ``D2F_KERNELS``, ModuleNotFoundError where a kernel is asked for and Triton is not installed.
     """
     if x.dtype == torch.float64:
         return False
-    if wanted is not None:
-        return wanted
-    if not x.is_cuda:  # on a CPU there is only the interpreter, which the tests ask for by `wanted`
-        return False
-    setting = os.environ.get(VARIABLE, "")
-    if setting not in ("", "0", "1"):
-        raise ValueError(f"{VARIABLE} must be 0 or 1, or not set, got {setting!r}")
-    if setting:
-        return setting == "1"
-    return is_sound(name, x.dtype, x.device, x.shape[-1])
+    if wanted is None:
+        if not x.is_cuda:  # a CPU has only the interpreter, which the tests ask for by `wanted`
+            return False
+        setting = os.environ.get(VARIABLE, "")
+        if setting not in ("", "0", "1"):
+            raise ValueError(f"{VARIABLE} must be 0 or 1, or not set, got {setting!r}")
+        if not setting:
+            return is_sound(name, x.dtype, x.device, x.shape[-1])
+        wanted = setting == "1"
+    if wanted and triton is None:
+        raise ModuleNotFoundError("a kernel needs Triton, which is missing: pip install triton")
+    return wanted
+
+
+def jit(kernel: Any) -> Any:
+    """Make a function a Triton kernel, where Triton is installed."""
+    return kernel if triton is None else triton.jit(kernel)
 
 
 @cache

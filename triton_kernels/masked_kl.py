@@ -25,12 +25,19 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-import triton
-import triton.language as tl
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from triton_kernels.dispatch import check_alike, compare, random_inputs, self_check, use_kernel
+from triton_kernels.dispatch import (
+    check_alike,
+    compare,
+    jit,
+    random_inputs,
+    self_check,
+    tl,
+    triton,
+    use_kernel,
+)
 
 TILE_BYTES = 768 << 20  # of one tile's fp32 logits on an accelerator, at most
 _TILE_SHARE = 32  # of its memory: one part in so many
@@ -261,7 +268,7 @@ def difference(logits: Tensor, log_sum: Tensor, scale: Tensor, kernel: bool) -> 
     return student.sub_(teacher).mul_(scale[:, None]).to(logits.dtype)
 
 
-@triton.jit
+@jit
 def _add_tile(logits, largest, total, cross, rows, columns, BLOCK: tl.constexpr):
     """Update the running statistics of one row's student and teacher over [2 * rows, columns]."""
     row = tl.program_id(0)
@@ -292,7 +299,7 @@ def _add_tile(logits, largest, total, cross, rows, columns, BLOCK: tl.constexpr)
     tl.store(cross + row, mixed)
 
 
-@triton.jit
+@jit
 def _difference(logits, log_sum, scale, out, rows, columns, BLOCK: tl.constexpr):
     """Store scale * (softmax(student) - softmax(teacher)) of one row's part of a tile."""
     row = tl.program_id(0)

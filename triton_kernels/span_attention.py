@@ -18,13 +18,19 @@ from collections.abc import Callable, Sequence
 
 import torch
 import torch.nn.functional as F
-import triton
-import triton.language as tl
 from einops import repeat
 from torch import Tensor
-from triton.runtime.errors import OutOfResources
 
-from triton_kernels.dispatch import check_alike, compare, random_inputs, self_check, use_kernel
+from triton_kernels.dispatch import (
+    check_alike,
+    compare,
+    jit,
+    random_inputs,
+    self_check,
+    tl,
+    triton,
+    use_kernel,
+)
 
 MAX_SPANS = 3  # every mask of this field is a union of at most three ranges (`d2f.spans`)
 HEAD_DIMS = (32, 64, 80, 96, 128, 256)
@@ -158,7 +164,7 @@ def wants_gradient(*given: Tensor) -> bool:
     return torch.is_grad_enabled() and any(x.requires_grad for x in given)
 
 
-@triton.jit
+@jit
 def rows_of(tile, QUERIES: tl.constexpr, GROUP: tl.constexpr, PADDED: tl.constexpr, queries):
     """Return each row's query, its head within the group, and whether there is such a row. Sizes
     of a tile are powers of two and a group need not be; two queries, a group of 3::
@@ -173,14 +179,14 @@ def rows_of(tile, QUERIES: tl.constexpr, GROUP: tl.constexpr, PADDED: tl.constex
     return query, member, (query < queries) & (member < GROUP)
 
 
-@triton.jit
+@jit
 def seen_by(spans, query, real, span, SPANS: tl.constexpr):
     """Load the bounds of one span of each row; 0, 0 where there is no row."""
     place = spans + (query * SPANS + span) * 2
     return tl.load(place, mask=real, other=0), tl.load(place + 1, mask=real, other=0)
 
 
-@triton.jit
+@jit
 def reach_of(start, end):
     """Return the first and the last key that any row of the tile sees by this span; keys outside
     are not loaded. Empty spans may lie anywhere and do not count."""
@@ -189,7 +195,7 @@ def reach_of(start, end):
     return low, tl.maximum(low, high)
 
 
-@triton.jit
+@jit
 def unseen_tiles(
     spans, tile, queries, low, span, SPANS: tl.constexpr, QUERIES: tl.constexpr,
     KEYS: tl.constexpr,
@@ -217,7 +223,7 @@ def unseen_tiles(
     return first - tl.sum(tl.where(earlier, count[:, None], 0), axis=0), count
 
 
-@triton.jit
+@jit
 def _forward(
     q, k, v, spans, out, part, part_most, part_total, used, scale, queries,
     q_t, q_h, k_h, k_s, v_h, v_s,
@@ -300,7 +306,7 @@ def _forward(
         tl.store(part_total + place, total, mask=real)
 
 
-@triton.jit
+@jit
 def _join(
     part, part_most, part_total, used, out, rows,
     HEADS: tl.constexpr, QUERIES: tl.constexpr, DIM: tl.constexpr, WIDTH: tl.constexpr,
@@ -329,7 +335,7 @@ def _join(
     tl.store(out + row * DIM + d, result.to(out.dtype.element_ty), mask=d < DIM)
 
 
-@triton.jit
+@jit
 def _write(
     keys, values, slots, k, v, i_h, i_t, j_h, j_t, k_h, k_s, v_h, v_s,
     DIM: tl.constexpr, WIDTH: tl.constexpr,
@@ -373,6 +379,8 @@ def forward(q: Tensor, k: Tensor, v: Tensor, spans: Tensor, scale: float) -> Ten
 
 def with_tile(keys: int, launch: Callable[[int], object]) -> None:
     """Launch with tiles of `keys` keys, or of fewer where the GPU has too little shared memory."""
+    from triton.runtime.errors import OutOfResources
+
     while True:
         try:
             launch(keys)

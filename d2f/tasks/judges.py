@@ -126,7 +126,7 @@ _NUMBER = re.compile(
     r"|(?:(?P<whole>[0-9]+) +)?(?<![0-9/])(?P<over>[0-9]+)/(?P<under>[0-9]+)(?![0-9/.])"
     rf"|(?P<digits>{_PLAIN})(?:[eE](?P<power>[-+−]?[0-9]{{1,3}})(?![0-9A-Za-z]))?)"
 )
-_MARK = re.compile(r"####\s*")
+_MARK = re.compile(r"####(?:\\boxed\{|\\?\$|[\s*])*")
 
 
 class Numeric(Judge):
@@ -185,7 +185,8 @@ def _value(found: re.Match[str]) -> Fraction | None:
 class Choice(Judge):
     r"""The letter that the response chooses is that of the reference: the last one in ``\boxed{}``
     or ``<answer>``, else the last one that "answer" leads to, else one that the response begins
-    with, else one behind "option" or "choose", else the last one in brackets."""
+    with, else one behind "option" or "choose", else the last one in brackets, else the last one
+    that stands alone (as MMLU-Pro's own code ends)."""
 
     name: ClassVar[str] = "choice"
     letters: Annotated[str, Field(pattern="^[A-Z]{2,26}$")] = "ABCD"
@@ -208,6 +209,7 @@ class Choice(Judge):
             rf"\A[\s*_$\"'`]*{letter}[*_$\"'`]*\s*(?:[).:,\]\n]|\Z)",
             rf"(?i:option|choice|choose|chose|pick|select){leads}{opens}{letter}",
             rf"[(\[]{letter}[)\]]",
+            rf"(?<![A-Za-z]){letter}(?!(?<=A)\s+(?!is\b)[a-z])",  # A dog: an article
         )
         for pattern in patterns:
             found = [next(filter(None, match.groups())) for match in re.finditer(pattern, text)]
@@ -254,7 +256,7 @@ def _expressions(text: str) -> list[Any]:
 
     # It logs each text that it cannot read, which responses are full of.
     logging.getLogger("math_verify").setLevel(logging.CRITICAL)
-    text = text.replace("−", "-")
+    text = text.replace("−", "-").replace("\\fbox{", "\\boxed{")
     return list(parse(_last_box(text) or text))
 
 
@@ -393,8 +395,9 @@ def _codes(text: str, tests: str) -> list[str]:
 
     blocks = [
         token.content
-        for token in MarkdownIt().parse(text)
-        if token.type == "fence" and token.info.strip().lower() in ("", "python", "py", "python3")
+        for token in MarkdownIt().disable("html_block").parse(text)  # <think> would hide a fence
+        if token.type == "fence"
+        and token.info.lower().split()[:1] in ([], ["python"], ["py"], ["python3"])
     ]
     called = set(re.findall(r"[A-Za-z_]\w*", tests))
     defining = [block for block in reversed(blocks) if _defined(block) & called]

@@ -126,9 +126,8 @@ def max_new_tokens_option() -> Any:
     """Make the option of that name, which every decoder has."""
     return option(
         None,
-        "longest response, in tokens, at least 1, kept exactly",
-        shown=f"the task's, for prompts the longest that the model was trained on, else "
-        f"{DEFAULT_MAX_NEW_TOKENS}, less where the context leaves less",
+        "longest response, in tokens",
+        shown=f"the task's, else what the model was trained on, else {DEFAULT_MAX_NEW_TOKENS}",
     )
 
 
@@ -199,16 +198,16 @@ class Decoder(abc.ABC):
     temperature: float = option(0.0, "0 is greedy, at least 0", unit="T")
     top_p: float = option(
         1.0,
-        "keep the likeliest tokens up to this share of the probability, in (0, 1]",
-        shown="1: off",
+        "draw from the likeliest tokens that reach this probability together",
+        shown="1",
         unit="P",
         most=1.0,
         above=True,
     )
-    top_k: int | None = option(None, "keep the K likeliest tokens, at least 1", unit="K")
+    top_k: int | None = option(None, "draw from the K likeliest tokens", unit="K")
     seed: int = option(
         0,
-        "seed of the random numbers, of which each prompt and answer has its own",
+        "each answer's seed is made from it",
         least=-(2**63),  # the range that torch's generators take
         most=2**64 - 1,
     )

@@ -51,7 +51,7 @@ class Block(Decoder):
     that was trained without blocks."""
 
     name: ClassVar[str] = "block"
-    summary: ClassVar[str] = "block diffusion with an exact cache (default for SDAR; D2F students)"
+    summary: ClassVar[str] = "block diffusion, an exact cache (default for SDAR; D2F students)"
     labels: ClassVar[Mapping[str, str]] = {"fully active": "current"}
     masks: ClassVar[tuple[MaskKind, ...]] = BLOCKWISE_MASKS
     cache: ClassVar[CachePolicy] = "none"

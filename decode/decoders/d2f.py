@@ -79,15 +79,15 @@ class D2F(Decoder):
     )
     revoke: Revoke | None = option(
         None,
-        "take decided tokens back that WINO's check does not bear out: always, in the active "
-        "blocks, or once, when a block would be cached",
+        "take back what WINO's check does not bear out: always, in the active blocks, or once, "
+        "when a block would be cached",
         shown="never",
     )
     tau_revoke: float = ratio(0.9, "with revoke: probability below which a token is taken back")
     forced_pick: Pick = option(
         "confidence",
-        "which token a fully active block reveals where none is above tau_conf: that of highest "
-        "confidence, lowest entropy or largest margin between its two likeliest",
+        "by which a fully active block picks a token where none is above tau_conf; margin is "
+        "between its two likeliest",
     )
 
     def __post_init__(self) -> None:

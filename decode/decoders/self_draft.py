@@ -67,10 +67,7 @@ class SelfDraft(Decoder):
     """Decode as the model without its adapter would, several tokens a forward."""
 
     name: ClassVar[str] = "self_draft"
-    summary: ClassVar[str] = (
-        "drafts by its adapter, or what followed the same text before, and verifies it "
-        "(default for a self-drafting model)"
-    )
+    summary: ClassVar[str] = "drafts by adapter or repeated text (default for its adapters)"
     labels: ClassVar[Mapping[str, str]] = {"cached": "verified", "fully active": "drafted"}
 
     rows: int = option(

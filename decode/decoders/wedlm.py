@@ -72,9 +72,7 @@ class WeDLM(Decoder):
     """
 
     name: ClassVar[str] = "wedlm"
-    summary: ClassVar[str] = (
-        "streaming decoding of a causal diffusion model, where it is the default"
-    )
+    summary: ClassVar[str] = "streams a window (default for a causal diffusion model)"
     labels: ClassVar[Mapping[str, str]] = {"cached": "committed", "fully active": "window"}
     masks: ClassVar[tuple[MaskKind, ...]] = ("causal",)
 

@@ -27,8 +27,7 @@ class ServedModelOptions(ModelOptions):
 
     model: Suppress[str] = DEFAULT_MODEL
     models: Annotated[tuple[str, ...], UseAppendAction, arg(name="model", metavar="NAME")] = ()
-    """folder, hub name or bundled model, or ALIAS=NAME; may be given several times (default:
-    tiny-d2f)"""
+    """folder, hub name or bundled model, or ALIAS=NAME; may be given again (default: tiny-d2f)"""
     max_model_len: Annotated[int | None, arg(metavar="N")] = None
     """of prompt and response (default: the context)"""
 
@@ -67,13 +66,13 @@ class EngineOptions:
     slots: Annotated[int | None, arg(metavar="N")] = None
     """positions of the cache (default: by free memory)"""
     request_slots: Annotated[int | None, arg(metavar="N")] = None
-    """of a request, drafts too (default: about 4 --max-model-len)"""
+    """of a request (default: about 4 --max-model-len)"""
     max_waiting: Annotated[int, arg(metavar="N")] = 256
-    """most that wait; more are refused with 429"""
+    """most that wait; more get a 429"""
     prefill_rows: Annotated[int | None, arg(metavar="N")] = None
-    """most rows of prompts in a forward (default: the whole ones that 4096 rows hold)"""
+    """most rows of prompts in a forward (default: as many whole prompts as 4096 hold)"""
     max_rows: Annotated[int | None, arg(metavar="N")] = None
-    """rows up to which a forward speculates (default: by device)"""
+    """speculate up to so many rows (default: by device)"""
     reuse_prefixes: Switch = False
     """copy rows of an earlier prompt where that is exact"""
 
@@ -93,13 +92,13 @@ class ReplicaOptions:
     min_replicas: Annotated[int | None, arg(metavar="N")] = None
     """in place of --replicas: at least so many ..."""
     max_replicas: Annotated[int | None, arg(metavar="N")] = None
-    """... and at most so many, by how many requests there are"""
+    """... and at most so many, as requests come"""
     target_requests: Annotated[float | None, arg(metavar="X")] = None
-    """requests in flight a replica (default: --max-batch)"""
+    """requests in flight of each (default: --max-batch)"""
     replica_gpus: Annotated[int | None, arg(metavar="N")] = None
     """GPUs of each (default: 1 where the device is cuda)"""
     ray_address: Annotated[str | None, arg(metavar="HOST:PORT")] = None
-    """of a running Ray cluster, or auto (default: a new one)"""
+    """running Ray cluster, or auto (default: a new one)"""
 
     if TYPE_CHECKING:  # of the models' options
         tensor_parallel: int
@@ -145,15 +144,15 @@ class LimitOptions:
     """Limit what requests may ask for, and what a client may cost."""
 
     allow_decoders: Annotated[str | None, arg(metavar="NAMES")] = None
-    """decoders that requests may name, with commas (default: all)"""
+    """that requests may name, with commas (default: all)"""
     sanitize_content: Switch = False
     """read control tokens in a chat's text as plain text"""
     max_choices: Annotated[int, arg(metavar="N")] = 128
-    """most answers to a request, prompts times n"""
+    """answers a request, prompts times n"""
     max_body: Annotated[int | None, arg(metavar="BYTES")] = None
-    """of a request (default: by the context, at least 1e6)"""
+    """of a request (default: by context, at least 1e6)"""
     max_unsent: Annotated[int, arg(metavar="BYTES")] = 16_000_000
-    """of events that wait for a slow reader"""
+    """waiting for a slow reader"""
     body_timeout: Annotated[float, arg(metavar="S")] = 30.0
     """until all of a request must be here"""
     request_timeout: Annotated[float, arg(metavar="S")] = 600.0
@@ -185,17 +184,16 @@ class AccessOptions:
     port: Annotated[int, arg(metavar="PORT")] = 8000
     """0 takes any that is free"""
     api_key: Annotated[tuple[str, ...], UseAppendAction, arg(metavar="KEY")] = ()
-    """that requests must bear, may be given several times; better in the environment variable
-    D2F_API_KEY (default: none needed)"""
+    """that requests must bear; may be given again; better in the environment's D2F_API_KEY"""
     public: Annotated[str, arg(metavar="PATHS")] = "/health,/ready"
     """which of /health,/ready,/metrics need no key"""
     allowed_host: Annotated[tuple[str, ...], UseAppendAction, arg(metavar="NAME")] = ()
-    """name that requests may use, may be given several times, * for any (default: localhost where
-    it listens there alone, else any)"""
+    """name it may be called by, or *; may be given again (default: localhost if it listens there,
+    else any)"""
     cors_origin: Annotated[tuple[str, ...], UseAppendAction, arg(metavar="ORIGIN")] = ()
-    """another site whose pages may ask, may be given several times"""
+    """site whose pages may ask, too; may be given again"""
     log_format: Annotated[Literal["text", "json"], arg(metavar="KIND")] = "text"
-    """text or json: of the log, on standard error"""
+    """text or json, on standard error"""
     log_prompts: Switch = False
     """log prompts, too"""
 

@@ -14,16 +14,17 @@ import reprlib
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from numpy.typing import NDArray
-from transformers import PreTrainedTokenizerBase
 
 from d2f.data import LINE, BadRecord, load_rows
 from d2f.errors import InputError
-from d2f.tokenizer import render
 from distill.config import Columns, Data
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
 
 Messages = list[dict[str, str]]
 Ints = NDArray[np.int64]
@@ -209,6 +210,8 @@ class Encoder:
         """Render the prompt up to where the response begins. Raises BadRecord."""
         messages, response = read_pair(row, self.layout)
         if self.templated:
+            from d2f.tokenizer import render
+
             try:
                 return render(self.tokenizer, messages), response
             except InputError as error:

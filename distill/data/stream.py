@@ -7,7 +7,6 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import numpy as np
-from transformers import PreTrainedTokenizerBase
 
 from d2f import noise
 from d2f.errors import InputError
@@ -17,6 +16,8 @@ from distill.config import Data
 from distill.data.samples import Encoder, HeldOut, Placed, Rows, Sample
 
 if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
     from distill.config import TrainConfig
 
 _AT_ONCE = 1000  # samples

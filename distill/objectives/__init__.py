@@ -15,11 +15,11 @@ from typing import Any
 from d2f.config import find_attribute
 from d2f.errors import InputError, not_one_of
 
-Kind = Any  # a subclass of `distill.objectives.base.Objective`, which imports torch
+Kind = Any  # a subclass of `distill.objectives.base.Objective`
 
 
 class _Objectives(Mapping[str, Kind]):
-    """Classes by name, imported (and torch with them) when they are asked for."""
+    """Classes by name, imported when they are asked for."""
 
     def __init__(self) -> None:
         self.names = [m.name for m in pkgutil.iter_modules(__path__) if m.name != "base"]

@@ -10,25 +10,23 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from functools import cache
-from typing import Any, Self
+from typing import TYPE_CHECKING, Any, Self
 
 import numpy as np
-import torch
-import torch.nn.functional as F
 from numpy.typing import NDArray
-from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
-from torch.utils.checkpoint import checkpoint
-from transformers import PreTrainedModel
 
 from d2f import noise, spans
-from d2f.attention import Segment, SpanPlan, Way
 from d2f.errors import InputError
-from d2f.model import DiffusionModel
 from distill.config import Options, TrainConfig
 from distill.data.samples import Placed, Sample
 from distill.data.stream import Stream, hold_out
+
+if TYPE_CHECKING:
+    import torch
+    from torch import Tensor
+
+    from d2f.attention import Way
+    from d2f.model import DiffusionModel
 
 Rows = list[list[Placed]]
 Ints = NDArray[np.int64]
@@ -80,12 +78,13 @@ class Fed:
     total: np.ndarray
 
 
-class Objective(nn.Module):
+class Objective:
     """Hide tokens of samples, feed them and compute a loss; each objective is a subclass.
 
     A step goes from top to bottom of this class: `draw` (by default from the ratios of `state`)
     hides tokens and weighs them, `sample_spans` says what each token sees, `fed` lays a sample out,
-    `batch` packs a step, `forward` reads it and returns its loss.
+    `batch` packs a step, `forward` reads it and returns its loss. An objective's file imports torch
+    where it computes, so that a wrong option is told at once.
 
     section: the class of the configuration's section `objective`. copies: how often a sample is fed
     in its row, one after the other.
@@ -95,11 +94,11 @@ class Objective(nn.Module):
     copies = 1
 
     def __init__(self, model: DiffusionModel, config: TrainConfig):
-        super().__init__()
+        from d2f.attention import read_rows_only
+
         self.model, self.mask_id, self.logit_shift = model, model.mask_id, model.logit_shift
         read_rows_only(model.backbone)
         self.network = model.adapter or model.backbone
-        self._no_split_modules = model.backbone._no_split_modules  # what FSDP shards one by one
         self.config, self.tail = config, config.objective.has_tail
         self.options: Any = config.objective
         self.block_shares: dict[int, float] = self.options.block_shares
@@ -207,6 +206,8 @@ class Objective(nn.Module):
             again gives each process the step's denominator without asking.
         mine: which of them are this process's.
         """
+        import torch
+
         length, first = self.copies * self.config.data.row_length, range(len(rows))[mine].start
         ids = np.zeros((len(rows[mine]), length), dtype=np.int64)
         positions, total = np.zeros_like(ids), np.zeros(len(self.shares))
@@ -253,6 +254,8 @@ class Objective(nn.Module):
     def read(self, batch: Batch, which: Tensor) -> Tensor:
         """Return hidden states ``[N, C]`` of the rows that the loss reads: only these meet the
         head, whose logits are the largest tensor. which: the student's or the teacher's spans."""
+        from d2f.attention import TrainingPlan
+
         read = self.model.backbone.model(
             input_ids=batch.input_ids,
             position_ids=batch.positions,
@@ -267,6 +270,8 @@ class Objective(nn.Module):
         Called before the student's graph is built: no wrapper that shards weights then sees the
         adapter go off and on in between.
         """
+        import torch
+
         assert batch.teacher_spans is not None
         training = self.network.training
         self.network.eval()  # no dropout in the teacher
@@ -301,13 +306,17 @@ class Objective(nn.Module):
 def weighted_cross_entropy(logits: Tensor, targets: Tensor, weight: Tensor) -> Tensor:
     """Sum over rows of weight x cross-entropy of logits ``[N, V]`` with target ids ``[N]``, in fp32
     at least."""
+    import torch
+
     wide = logits if logits.dtype == torch.float64 else logits.float()
-    return (F.cross_entropy(wide, targets, reduction="none") * weight).sum()
+    return (torch.nn.functional.cross_entropy(wide, targets, reduction="none") * weight).sum()
 
 
 def gathered(tensor: Tensor) -> Tensor:
     """Return a tensor whole and without gradient, where a wrapper holds a shard of it (FSDP2:
     DTensor; ZeRO-3: partitioned); any other tensor as it is. All processes call this."""
+    from torch.distributed.tensor import DTensor
+
     if isinstance(tensor, DTensor):
         return tensor.full_tensor().detach()
     if hasattr(tensor, "ds_id"):
@@ -329,87 +338,10 @@ def rows_at_a_time(vocab_size: int) -> int:
 def sum_in_parts(loss: Callable[..., Tensor], columns: Sequence[Tensor], rows: int) -> Tensor:
     """Sum loss(*part) over the columns ``[N, ...]`` cut into parts of `rows`; N may be 0. A part's
     logits are made again for its gradient, so only one part's are there at a time."""
+    import torch
+    from torch.utils.checkpoint import checkpoint
+
     total = columns[0].new_zeros((), dtype=torch.float32)
     for part in zip(*(column.split(rows) for column in columns), strict=True):
         total = total + checkpoint(loss, *part, use_reentrant=False, preserve_rng_state=False)
     return total
-
-
-class TrainingPlan(SpanPlan):
-    """Plan the attention of a packed step. Compiled layers leave it out of their graphs, which so
-    hold for any spans and each way to compute them.
-
-    read: int64 ``[N]``, which of the R x L places the loss reads; None: the last layer computes
-    all of them.
-    """
-
-    def __init__(self, spans: Tensor, read: Tensor | None, way: Way | None = None):
-        # Reading spans would wait for a GPU, whose kernels skip keys by themselves.
-        segments = parts_of(spans) if spans.device.type == "cpu" else None
-        super().__init__(spans, segments, way)
-        self.read = read
-
-    attend = torch.compiler.disable(SpanPlan.attend)
-
-
-ROWS = 256  # queries of a part: fewer reach fewer keys in vain, and are more calls
-
-
-def parts_of(spans: Tensor, rows: int = ROWS) -> list[Segment]:
-    """Cut queries into parts of `rows`, each with the keys from the first to the last that any of
-    them sees in any sequence of the batch; spans int32 ``[B, T, K, 2]`` on the CPU. Block-causal,
-    blocks of 2, in parts of 3 queries::
-
-        query    0      1      2      3      4      5
-        sees     [0,2)  [0,2)  [0,4)  [0,4)  [0,6)  [0,6)
-        part     keys 0 to 3          keys 0 to 5
-    """
-    parts = []
-    for first in range(0, spans.shape[1], rows):
-        queries = slice(first, min(first + rows, spans.shape[1]))
-        starts, ends = spans[:, queries].unbind(-1)  # [B, rows, K]
-        filled = ends > starts
-        if not filled.any():  # rows that pad: a key is masked for all of them
-            parts.append(Segment(queries, slice(0, 1)))
-            continue
-        low, high = int(starts[filled].min()), int(ends[filled].max())
-        seen = (ends - starts).clamp(min=0).sum(-1)  # [B, rows]; the ranges of a row are apart
-        parts.append(Segment(queries, slice(low, high), whole=bool((seen == high - low).all())))
-    return parts
-
-
-def read_rows_only(backbone: PreTrainedModel) -> None:
-    """Let the last layer, and the norm behind it, compute only what a `TrainingPlan` reads; under
-    any other plan forwards stay as they are. In place; a second call changes nothing.
-
-    Its keys and values come from all places; behind its attention only the places that the loss
-    reads are of use, about a third of a step's. That saves a tenth of a step of four layers::
-
-        hidden [R, L, C] -> norm, attention, sum -> index [1, N, C] -> norm, MLP, sum -> [1, N, C]
-    """
-    layer: Any = backbone.model.layers[-1]
-    # Give it a class of its own, as FSDP does, with the layer's weights and names.
-    layer.__class__ = _reading(layer.__class__)
-
-
-@cache
-def _reading(kind: Any) -> Any:
-    """Return the class of a last layer, for layers of Llama's structure (Qwen2's and 3's too)."""
-    if getattr(kind, "reads", False):
-        return kind
-
-    class Reading(kind):
-        reads = True
-
-        def forward(self, hidden_states: Tensor, **given: Any) -> Tensor:
-            plan = given.get("spans")
-            if not isinstance(plan, TrainingPlan) or plan.read is None:
-                out: Tensor = super().forward(hidden_states, **given)
-                return out
-            normed = self.input_layernorm(hidden_states)
-            attended, _ = self.self_attn(hidden_states=normed, **given)
-            read = (hidden_states + attended).flatten(0, 1).index_select(0, plan.read)[None]
-            return read + self.mlp(self.post_attention_layernorm(read))
-
-    Reading.__name__ = kind.__name__  # by which FSDP finds the layers
-    return Reading

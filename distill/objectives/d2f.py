@@ -15,21 +15,16 @@ weight: `distill_target: reverse`, `weighting: equal`.
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 import numpy as np
-import torch
-import torch.nn.functional as F
 from pydantic import model_validator
-from torch import Tensor
 
 from d2f import noise, spans
 from d2f.checkpoint import folder_of, read_object
 from d2f.config import Positive, Ratio, Section, Text
 from d2f.contract import Contract
 from d2f.errors import InputError
-from d2f.families import FAMILIES
-from d2f.model import DiffusionModel
 from d2f.models import resolve
 from d2f.noise import read_states
 from distill.config import BlockSizes, Lora, MaskRatio, Options, TrainConfig
@@ -42,7 +37,11 @@ from distill.objectives.base import (
     rows_at_a_time,
     sum_in_parts,
 )
-from triton_kernels.masked_kl import masked_linear_kl
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from d2f.model import DiffusionModel
 
 # Keys that a named schedule sets: the official code's noise, the paper's, blocks in no order, the
 # states of the decoder's pipeline, block diffusion's states.
@@ -138,6 +137,8 @@ class D2F(Objective):
 
     @classmethod
     def check_model(cls, model: DiffusionModel, config: TrainConfig) -> None:
+        from d2f.families import FAMILIES
+
         super().check_model(model, config)
         fitting = [name for name, f in FAMILIES.items() if f.prompt_rule == "bidirectional"]
         if model.family not in fitting:
@@ -150,6 +151,8 @@ class D2F(Objective):
     def doubt(cls, config: TrainConfig) -> str | None:
         """Warn of an `init` that was not trained to read both sides, as the teacher does. This
         project's contract says what trained a checkpoint; of a published one its kind counts."""
+        from d2f.families import FAMILIES
+
         if config.init is None:
             return None
         folder = folder_of(resolve(config.init), weights=False)
@@ -202,6 +205,8 @@ class D2F(Objective):
     def forward(self, batch: Batch) -> Tensor:
         if self.options.distill_target == "hard":
             return super().forward(batch)
+        from triton_kernels.masked_kl import masked_linear_kl
+
         teacher = self.read_teacher(batch)
         student = self.read(batch, batch.spans)
         # Teacher and student share the frozen head: one matrix, which needs no gradient.
@@ -220,10 +225,11 @@ def linear_reverse_kl(
     student_hidden, teacher_hidden: ``[N, C]``, the latter without gradient. head: ``[V, C]``,
     frozen. weight: ``[N]``. The other direction is `triton_kernels.masked_kl`.
     """
+    import torch
 
     def of_part(student: Tensor, teacher: Tensor, weight: Tensor) -> Tensor:
         log_s, log_t = (
-            F.linear(hidden, head).log_softmax(-1, dtype=torch.float32)  # [n, V]
+            torch.nn.functional.linear(hidden, head).log_softmax(-1, dtype=torch.float32)  # [n, V]
             for hidden in (student, teacher)
         )
         return ((log_s.exp() * (log_s - log_t)).sum(-1) * weight).sum()

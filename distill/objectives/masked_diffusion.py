@@ -13,19 +13,22 @@ An answer of six tokens, three draws of it (M: masked, c: read causally):
 
 from __future__ import annotations
 
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import numpy as np
 from pydantic import Field, model_validator
-from torch import Tensor
 
 from d2f import noise, spans
 from d2f.config import Ratio, Section, Tokens
 from d2f.errors import InputError
-from d2f.model import DiffusionModel
 from distill.config import MaskRatio, Options, TrainConfig
 from distill.data.samples import Sample
 from distill.objectives.base import Objective
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from d2f.model import DiffusionModel
 
 
 class Noise(Section):

@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import numpy as np
-from torch import Tensor
 
 from d2f import spans
 from d2f.errors import InputError
-from d2f.model import DiffusionModel
 from distill.config import Options, TrainConfig
 from distill.data.samples import Sample
 from distill.objectives.base import Objective
 from distill.objectives.masked_diffusion import read_causally
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from d2f.model import DiffusionModel
 
 
 class NextTokenOptions(Options):

@@ -22,24 +22,24 @@ model's own answers, which `d2f batch` collects: it drafts for itself.
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import numpy as np
-import torch
 from pydantic import Field
-from torch import Tensor
 
 from d2f import noise, spans
 from d2f.config import Tokens
 from d2f.contract import DRAFT
-from d2f.convert import reserved_tokens
 from d2f.errors import InputError
-from d2f.model import DiffusionModel
-from d2f.parts import Gate, ModelParts
 from distill.config import Lora, Module, Options, TrainConfig
 from distill.data.samples import Sample
-from distill.objectives.base import Batch, Fed, Objective, TrainingPlan, gathered
-from triton_kernels.masked_kl import masked_linear_kl
+from distill.objectives.base import Batch, Fed, Objective, gathered
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from d2f.model import DiffusionModel
+    from d2f.parts import ModelParts
 
 _Weights = Annotated[tuple[Annotated[float, Field(ge=0)], ...], Field(min_length=1)]
 
@@ -116,6 +116,8 @@ class SelfDraft(Objective):
         return np.sort(rng.choice(places, count, replace=False))
 
     def sample_spans(self, sample: Sample) -> Tensor:
+        import torch
+
         length, anchors, drafts = len(sample), self.anchors(sample), self.options.drafts
         own = length + np.arange(len(anchors) * drafts)  # each draft row's place
         group = own - (own - length) % drafts  # its group's first
@@ -142,6 +144,8 @@ class SelfDraft(Objective):
 
     def hidden(self, batch: Batch) -> Tensor:
         """Compute the last hidden states ``[R x L, C]`` of all rows."""
+        from d2f.attention import TrainingPlan
+
         assert self.model.gate is not None
         return self.model.backbone.model(
             input_ids=self.model.gate.open(batch.input_ids),
@@ -164,6 +168,8 @@ class SelfDraft(Objective):
         return self.hidden(batch)[self.teachers(batch)]
 
     def forward(self, batch: Batch) -> Tensor:
+        from triton_kernels.masked_kl import masked_linear_kl
+
         hidden = self.hidden(batch)
         head = gathered(self.model.backbone.lm_head.weight)
         student, teacher = hidden[batch.rows], hidden[self.teachers(batch)].detach()
@@ -175,6 +181,8 @@ class SelfDraft(Objective):
         """Count hits, drafts that are the clean row's likeliest token: of each draft row's number,
         and from each anchor up to the first that misses. One more than the latter is the tokens
         that a forward gives where every position has drafts."""
+        import torch
+
         assert teacher is not None
         hits = torch.cat([
             self.model.head(mine).argmax(-1) == self.model.head(its).argmax(-1)
@@ -200,6 +208,9 @@ class SelfDraft(Objective):
 def make_self_drafting(model: ModelParts) -> None:
     """Let the model's adapter change draft rows only. Their embedding is a reserved token's, which
     no text has, else the end token's."""
+    from d2f.convert import reserved_tokens
+    from d2f.parts import Gate
+
     if model.gate is None:
         assert model.adapter is not None and model.tokenizer is not None
         draft_id = [*model.end_ids[:1], *reserved_tokens(model.tokenizer, model.end_ids)][-1]

@@ -19,18 +19,21 @@ With `objective.attention: bidirectional`, the paper's ablation, rows 9 to 11 al
 
 from __future__ import annotations
 
-from typing import Literal, Self
+from typing import TYPE_CHECKING, Literal, Self
 
 import numpy as np
-from torch import Tensor
 
 from d2f import noise, spans
 from d2f.config import Switch, Weight
 from d2f.errors import InputError
-from d2f.model import DiffusionModel
 from distill.config import BlockSizes, Lora, Options, TrainConfig
 from distill.data.samples import Sample
 from distill.objectives.base import Fed, Objective
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from d2f.model import DiffusionModel
 
 
 class WeDLMOptions(Options):

@@ -32,19 +32,15 @@ import json
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
 from pydantic import Field, ValidationError, model_validator
-from torch import Tensor
-from transformers import PreTrainedTokenizerBase
 
 from d2f import noise, spans
 from d2f.config import Ratio, Section, Switch, Tokens, Weight
 from d2f.errors import InputError
-from d2f.model import DiffusionModel
 from distill.config import Data, Lora, Options, TrainConfig
 from distill.data.samples import HeldOut, Sample
 from distill.data.stream import Stream
@@ -56,7 +52,12 @@ from distill.objectives.base import (
     rows_at_a_time,
     sum_in_parts,
 )
-from triton_kernels.masked_kl import masked_linear_kl
+
+if TYPE_CHECKING:
+    from torch import Tensor
+    from transformers import PreTrainedTokenizerBase
+
+    from d2f.model import DiffusionModel
 
 Count = Annotated[int, Field(ge=0)]
 Ints = NDArray[np.int64]
@@ -398,6 +399,8 @@ class WinoPlusObjective(Objective):
         return spans.bidirectional(len(sample))
 
     def batch(self, rows: Rows, mine: slice) -> StateBatch:
+        import torch
+
         states, columns = [np.zeros(0, dtype=np.int64)], [np.zeros((0, 3), dtype=bool)]
         for number, placed in enumerate(placed for row in rows[mine] for placed in row):
             state = placed.sample
@@ -431,6 +434,8 @@ class WinoPlusObjective(Objective):
         if teacher is not None:
             # A deferred token would be pulled both ways, towards the teacher's distribution and
             # towards a higher entropy.
+            from triton_kernels.masked_kl import masked_linear_kl
+
             teach = batch.later & ~defer
             weight = settings.kl_weight * _mean_weight(batch, teach)
             head = gathered(self.model.backbone.lm_head.weight)
@@ -438,17 +443,19 @@ class WinoPlusObjective(Objective):
             loss = loss + masked_linear_kl(student[rows], teacher[rows], head, weight[rows])
         return loss
 
-    @torch.no_grad()
     def predictions(self, hidden: Tensor) -> tuple[Tensor, Tensor]:
         """Return (confidence, token id) ``[N]`` of hidden states ``[N, C]``, as decoding does."""
+        import torch
+
         found = []
-        for part in hidden.split(rows_at_a_time(self.model.vocab_size)):
-            logits = self.model.head(part).float()  # [n, V]
-            total = logits.logsumexp(-1)
-            # Behind the softmax's total: the confidence is that under the full softmax.
-            logits[:, self.mask_id] = -torch.inf
-            best, token = logits.max(-1)
-            found.append(((best - total).exp(), token))
+        with torch.no_grad():
+            for part in hidden.split(rows_at_a_time(self.model.vocab_size)):
+                logits = self.model.head(part).float()  # [n, V]
+                total = logits.logsumexp(-1)
+                # Behind the softmax's total: the confidence is that under the full softmax.
+                logits[:, self.mask_id] = -torch.inf
+                best, token = logits.max(-1)
+                found.append(((best - total).exp(), token))
         confidences, tokens = zip(*found, strict=True)
         return torch.cat(confidences), torch.cat(tokens)
 
@@ -457,6 +464,7 @@ class WinoPlusObjective(Objective):
     ) -> Tensor:
         """Sum by_token x cross-entropy + by_entropy x entropy over the rows that have a weight,
         ``[N]`` each."""
+        import torch
 
         def of_part(hidden: Tensor, targets: Tensor, *by: Tensor) -> Tensor:
             log_p = self.model.head(hidden).log_softmax(-1, dtype=torch.float32)  # [n, V]
@@ -497,5 +505,5 @@ def _mean_weight(batch: StateBatch, chosen: Tensor) -> Tensor:
     """Return weights ``[N]`` under which a sum over rows is the mean over each state's chosen rows,
     times that state's share of the step. A state without a chosen row adds nothing."""
     each = chosen.float()
-    count = torch.zeros_like(each).index_add(0, batch.state, each)[batch.state]
+    count = each.new_zeros(len(each)).index_add(0, batch.state, each)[batch.state]
     return batch.weight * each / count.clamp(min=1)

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 import warnings
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import torch
 
+from decode import pipeline
 from triton_kernels import confidence, masked_kl, span_attention
 from triton_kernels import dispatch as choice
 from triton_kernels.dispatch import CHECKS
@@ -115,3 +119,40 @@ def test_a_cpu_and_fp64_take_the_plain_computation():
     assert not choice.use_kernel("confidence", torch.zeros(2, 3))
     assert not choice.use_kernel("confidence", on_a_gpu(torch.float64), True)
     assert choice.use_kernel("confidence", torch.zeros(2, 3), True)
+
+
+ROOT = Path(__file__).parents[2]
+WITHOUT_TRITON = """
+import sys
+from importlib.machinery import PathFinder
+find = PathFinder.find_spec
+PathFinder.find_spec = lambda name, *more: None if name == "triton" else find(name, *more)
+import d2f, decode, distill.train, distill.objectives.d2f
+from decode.pipeline import main
+status = main(sys.argv[1:])
+assert "triton_kernels.masked_kl" in sys.modules and "triton" not in sys.modules
+sys.exit(status)
+"""
+
+
+def test_everything_but_the_kernels_works_without_triton(capsys):
+    words = ["--model", "tiny-d2f-long", "--tau-add", "0.1", "--tasks", "story"]
+    assert pipeline.main(words) == 0
+    done = subprocess.run(
+        [sys.executable, "-c", WITHOUT_TRITON, *words], cwd=ROOT, capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stderr
+    answers = [
+        [line for line in said.splitlines() if " answer " in line]
+        for said in (done.stdout, capsys.readouterr().out)
+    ]
+    assert answers[0] == answers[1] != []
+
+
+def test_a_kernel_without_triton_says_what_to_install(monkeypatch):
+    monkeypatch.setattr(choice, "triton", None)
+    monkeypatch.delenv(choice.VARIABLE, raising=False)
+    with pytest.raises(ModuleNotFoundError, match="which is missing: pip install triton"):
+        choice.use_kernel("confidence", torch.zeros(2, 3), True)
+    with pytest.warns(RuntimeWarning, match="pip install triton"):
+        assert not choice.use_kernel("confidence", on_a_gpu())

@@ -71,6 +71,7 @@ def test_live_display_of_a_batch(student):
     out = console.file.getvalue()
     assert all(word in out for word in ["forward 1", "question", "answer", "tokens/s", "wrong"])
     assert "together: 60 tokens" in out
+    assert max(map(len, out[out.index("together") :].splitlines())) <= 100  # no word is broken
 
 
 def test_live_display_states_and_marks(tokenizer):

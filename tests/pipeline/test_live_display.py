@@ -27,10 +27,12 @@ def panel(cached, active, words=6, name="a"):
     return RequestPanel(f"{name} · forward 33", blocks)
 
 
-def shown(panels, width=80, height=12):
+def shown(panels, width=80, height=13):
     console = terminal(width, height)
     console.print(Running(panels))
-    return console.file.getvalue().splitlines()
+    *lines, of_cursor = console.file.getvalue().splitlines()
+    assert not of_cursor  # behind a full line ^C would move the cursor down, and a line would stay
+    return lines
 
 
 def test_what_is_active_stays_in_view():
@@ -47,9 +49,12 @@ def test_what_is_active_stays_in_view():
 
 
 def test_every_panel_keeps_what_is_active():
-    lines = " ".join(shown([panel(40, 1), panel(1, 1), panel(30, 1)], height=15))
+    lines = " ".join(shown([panel(40, 1), panel(1, 1), panel(30, 1)], height=16))
     assert all(f"{number}  fully active" in lines for number in (41, 2, 31))
-    many = shown([panel(40, 1, name=f"r{i}") for i in range(9)], height=12)
+    # A short one leaves its room to a long one: 13 + 2 lines and four of borders.
+    lines = " ".join(shown([panel(12, 1), panel(1, 1)], height=21))
+    assert "lines" not in lines and "1   cached" in lines
+    many = shown([panel(40, 1, name=f"r{i}") for i in range(9)], height=13)
     assert len(many) <= 11 and "… and 6 more" in many[-1]
 
 

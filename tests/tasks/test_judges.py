@@ -79,7 +79,6 @@ NUMBERS = {
     "#### 1,250": (["It costs $1,250.00.", "It costs 1250 dollars"], []),
     "#### -7": (["below zero: -$7", "below zero: $-7", "below zero: −7", "below zero: –7"], []),
     "#### 7": (["that is 10-7", "that is 10–7", "f(x)-7"], ["below zero: −7", "none at all"]),
-    "18": (["- 18 dollars"], []),
     "-18": ([], ["- 18 dollars"]),
     "0.1": ([".1", "0.10"], []),
     "3.14": ([], ["3.1"]),
@@ -119,6 +118,14 @@ NUMBERS = {
     "#### 42": (["#### Step 2: add 3\n#### 42"], []),
     "1,000,000": (["1e6"], []),
     "16": ([], ["1e16"]),
+    "460": (
+        [
+            "#### **460**\nQuestion: what is 7?", r"#### \$460 of 500",
+            "#### $\\boxed{460}$\nQuestion: what is 7?",
+        ],
+        [],
+    ),
+    "18": (["- 18 dollars", r"\[ 9 \times 2 = 18 \]", "**Answer: 18**"], ["#### 18.5", "#### -18"]),
 }  # fmt: skip
 
 
@@ -143,16 +150,21 @@ CHOICES = {
             "I would pick B.", "Select option B", "answer = B", "Answer - (B)",
             "The answer is: \n\nB", "The answer is A. Wait, the answer is B.", 'The answer is "B"',
             "The answer is 'B'", "The answer is `B`", "The answer is the letter B", "answer: {B}",
-            r"The answer is $\text{B}$", "B]", "Choice: B",
+            r"The answer is $\text{B}$", "B]", "Choice: B", "B is correct.", "So B is correct.",
+            "B is the correct answer.", "Therefore, B.", "It's B.", "B - Paris", "### B", "- B",
+            "The answer is therefore B", "the answer is clearly B.", "B</s>", "B;", "ans: B",
+            "The answer to this question is B.", "The statement is true, hence B", "答案是B",
+            "The answer is not A; it's B.", "Both A and C are false. Hence B.",
+            "The answer is\n**B**", r"\boxed{\mathrm{B}}", r"\boxed{B. Paris}",
         ],
         [
             "Bananas", r"The answer is \boxed{A}, not (B)", "b", "", "no letter at all",
-            "Answer: BAD",
+            "Answer: BAD", "A is correct", r"\boxed{Bats}",
         ],
     ),
     "A": (
-        [r"The answer is \boxed{A}, not (B)", "A, since B is wrong"],
-        ["A dog, so the answer is B", "The answer is A. Wait, the answer is B."],
+        [r"The answer is \boxed{A}, not (B)", "A, since B is wrong", "A is correct"],
+        ["A dog", "A dog, so the answer is B", "The answer is A. Wait, the answer is B."],
     ),
     "C": (["Neither (A) nor (B), (C)"], []),
     "D": (["D\n", "D\nbecause"], ["Dogs (A)"]),
@@ -186,6 +198,7 @@ EXPRESSIONS = {
         [
             r"\boxed{7}", r"\boxed{7.0}", r"\boxed{07}", "the answer is 7", "The answer is $7$.",
             "Final Answer: The final answer is $7$. I hope it is correct.",
+            r"so it is $\boxed 7$.", r"\fbox{7}", r"The answer is \(7\).", r"\[x = 7\]",
         ],
         ["nothing", "", r"\boxed{}", r"\boxed{-7}", r"\boxed{70}"],
     ),
@@ -267,7 +280,9 @@ RIGHT = [
     f"```python\nprint(add(1, 2))\n```\nwith\n```python\n{ADD}```",
     f"```python\n{ADD}```\nAlso:\n```python\ndef sub(a, b): return a - b\n```",
     f"The function `add`:\n```python\n{ADD}```\n`add(1, 2)` is 3.",
-    f"**Answer**\n\n```python\n# adds\n{ADD}```\n\n---",
+    f"**Answer**\n\n```python\n# adds\n{ADD}```\n\n---", f"```python {{.lines}}\n{ADD}```",
+    f'```python title="add.py"\n{ADD}```',
+    f"<think>\n```python\n{WRONG}```\n</think>\n```python\n{ADD}```",
 ]  # fmt: skip
 NOT_RIGHT = [
     WRONG, "", "not a program", "\ud800", "def add(a, b):", "def add(a): return a",
