@@ -115,7 +115,7 @@ def batches(draw):
     spans[:, 0] = torch.stack([torch.minimum(slots, spans[:, 0, 0]), slots + 1], -1)
     for i in range(1, count):  # no slot twice
         spans[:, i] = spans[:, i].clamp(min=spans[:, i - 1, 1:])
-    if draw(st.booleans()):  # one behind the other, as in a prompt or a block: they are read together
+    if draw(st.booleans()):  # one behind the other, as in a prompt: they are read together
         slots, spans = torch.arange(SLOTS - rows, SLOTS), spans[:1].repeat(rows, 1, 1)
         spans[:, -1] = torch.tensor([SLOTS - rows - 1, SLOTS])
         if draw(st.booleans()):
