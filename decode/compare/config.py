@@ -110,6 +110,9 @@ class Transformers(Local):
 
     kind: Literal["transformers"]
     """The kind of entry."""
+    prompt_lookup: Annotated[int, Field(ge=1, le=1000)] | None = None
+    """Tokens that its prompt lookup drafts. It takes one request at a time, whatever the
+    concurrency."""
 
 
 class Served(Entry):

@@ -174,6 +174,7 @@ class TransformersRunner:
         except (ValueError, OSError) as error:
             raise InputError(f"entry {entry.name}: {entry.model}: {error}") from error
         self.model = model.to(self.device).eval()
+        self.drafts = entry.prompt_lookup
         self.tokenizer = tokenizer_of(entry.model)
         ends = self.model.generation_config.eos_token_id
         self.ends = list(ends) if isinstance(ends, list) else [] if ends is None else [ends]
@@ -189,7 +190,7 @@ class TransformersRunner:
         """Answer prompts in batches of `concurrency`."""
         prompts = prepared.prompts
         answers = [Answer(i) for i in range(len(prompts))]
-        calls = 0
+        calls, concurrency = 0, 1 if self.drafts else concurrency
         began = time.perf_counter()
         for start in range(0, len(prompts), concurrency):
             part = slice(start, start + concurrency)
@@ -231,6 +232,7 @@ class TransformersRunner:
                 eos_token_id=self.ends,
                 pad_token_id=self.ends[0],
                 stopping_criteria=StoppingCriteriaList([note]),
+                prompt_lookup_num_tokens=self.drafts,
                 **(stop if workload.stop else {}),
             ).cpu()
         rows = out[:, padded.shape[1] :].tolist()
@@ -239,8 +241,10 @@ class TransformersRunner:
             visible = row if end is None else row[:end]
             answer.text = self.tokenizer.decode(visible, skip_special_tokens=True)
             # A row that has ended is fed padding until its batch has; that is not its own.
-            answer.own_tokens = answer.forwards = len(visible) + (end is not None)
-            answer.rows = len(prompt) + answer.own_tokens - 1  # the last is generated and not fed
+            answer.own_tokens = len(visible) + (end is not None)
+            answer.forwards = len(steps) if self.drafts else answer.own_tokens
+            if not self.drafts:  # else nothing says how many were
+                answer.rows = len(prompt) + answer.own_tokens - 1  # the last is not fed
             answer.submitted, answer.first_tokens = sent, 1
             answer.prefill = answer.first = steps[0]
         done = time.perf_counter() - began

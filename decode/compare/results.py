@@ -164,6 +164,8 @@ def _speed_of(runs: list[Run]) -> Row:
     names = dict.fromkeys(name for a in good for name in a.counts)
     counts = {name: sum(a.counts.get(name, 0) for a in good) / len(good) for name in names}
     tokens = sum(a.tokens for a in good) / max(1, len(good))
+    rows = [a.rows for a in fed]
+    known = sum(n for n in rows if n is not None) if fed and None not in rows else None
     return {
         "repetitions": len(runs),
         "requests": len(runs[0].answers),
@@ -184,7 +186,7 @@ def _speed_of(runs: list[Run]) -> Row:
         "tokens": tokens,
         "forwards": forwards / len(fed) if fed else None,
         "tokens_per_forward": sum(a.tokens for a in fed) / forwards if fed else None,
-        "rows_per_forward": sum(a.rows or 0 for a in fed) / forwards if fed else None,
+        "rows_per_forward": None if known is None else known / forwards,
         "p_cache": p_cache_of(tokens, counts),
         # A call may be shared by several requests.
         "tokens_per_call": sum(run.tokens for run in runs) / calls if calls else None,

@@ -115,6 +115,26 @@ def finished(tmp_path_factory):
         return folder, out.read()
 
 
+def test_prompt_lookup_of_transformers_takes_one_at_a_time(tmp_path):
+    config = read_config(
+        configuration(tmp_path, "none", [HF, HF | {"prompt_lookup": 4, "name": "l"}])
+    )
+    (workload,) = make_workloads(config)
+    prompts = [
+        local.tokenizer_of("tiny-ar").apply_chat_template(
+            [{"role": "user", "content": problem.question}], add_generation_prompt=True
+        )["input_ids"]
+        for problem in make_problems("sudoku", "heldout", 3)
+    ]
+    plain, drafted = (
+        local.TransformersRunner(entry).run(local.Prepared(workload, prompts), 2)
+        for entry in config.entries
+    )
+    assert [a.text for a in drafted.answers] == [a.text for a in plain.answers]
+    assert [a.forwards < a.own_tokens for a in drafted.answers] == 3 * [True]
+    assert drafted.calls == sum(a.forwards for a in drafted.answers)
+
+
 def test_every_entry_is_measured_alike(finished):
     report = load(finished[0])
     assert [(r["concurrency"], r["entry"]) for r in report.speeds] == [
