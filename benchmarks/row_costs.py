@@ -3,7 +3,8 @@
 Time forwards of few rows on a CPU, in C++: what a row costs says how many drafts a forward should
 feed. A forward reads all weights once, so the time of one row is set against the bytes of the
 weights over the read bandwidth, measured in the same run by summing a large buffer. Rows of a
-self-drafting adapter, where one is given, follow one clean row.
+self-drafting adapter, where one is given, follow one clean row. A prompt's forward is set against
+the arithmetic of PyTorch's own product of two square matrices, measured in the same run.
 """
 
 from __future__ import annotations
@@ -31,8 +32,21 @@ def read_bandwidth(repeat: int) -> float:
     return 1e3 * buffer.nbytes / milliseconds(buffer.sum, "cpu", repeat)
 
 
-def forward_ms(model: DiffusionModel, rows: int, cached: int, drafts: bool, repeat: int) -> float:
-    """Median milliseconds of a forward of so many rows behind what is cached."""
+def arithmetic(dtype: torch.dtype, repeat: int) -> float:
+    """Operations a second of a product of two matrices [2048, 2048]."""
+    a, b = torch.ones(2, 2048, 2048, dtype=dtype)
+    return 1e3 * 2 * 2048**3 / milliseconds(lambda: a @ b, "cpu", repeat)
+
+
+def forward_ms(
+    model: DiffusionModel,
+    rows: int,
+    cached: int,
+    drafts: bool,
+    repeat: int,
+    read: slice = slice(None),
+) -> float:
+    """Median milliseconds of a forward of so many rows behind what is cached, which reads some."""
     cache = model.new_cache(cached + rows)
     for layer in cache.layers:
         for buffer in layer:
@@ -46,7 +60,7 @@ def forward_ms(model: DiffusionModel, rows: int, cached: int, drafts: bool, repe
 
     @torch.inference_mode()
     def once() -> None:
-        model.decode_rows(tokens, places, SpanPlan(seen), cache, torch.arange(rows))
+        model.decode_rows(tokens, places, SpanPlan(seen), cache, torch.arange(rows)[read])
 
     return milliseconds(once, "cpu", repeat)
 
@@ -58,6 +72,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     given.add_argument("--adapter", help="a self-drafting one")
     given.add_argument("--rows", type=int, nargs="+", default=ROWS)
     given.add_argument("--cached", type=int, default=256)
+    given.add_argument("--prompt", type=int, default=512, help="tokens of a prompt; 0: none")
     given.add_argument("--repeat", type=int, default=30)
     given.add_argument("--json", type=Path, help="file for the numbers")
     options = given.parse_args(arguments)
@@ -86,6 +101,18 @@ def main(arguments: Sequence[str] | None = None) -> None:
             table.add({"dtype": dtype, "rows": rows, "floor_ms": floor, **found})
             times = "  ".join(f"{k} {v:.2f} ({v / first:.2f})" for k, v in found.items())
             print(f"{dtype} {rows:>3} rows  {times}  {floor / found['clean_ms']:.0%}", flush=True)
+        if not options.prompt:
+            continue
+        layers = model.backbone.model.layers
+        inside = sum(p.numel() for n, p in layers.named_parameters() if "lora_" not in n)
+        operations = 2 * inside * options.prompt
+        took = forward_ms(model, options.prompt, 0, False, 10, slice(-1, None))
+        most = arithmetic(getattr(torch, dtype), 10)
+        table.add({"dtype": dtype, "prompt": options.prompt, "ms": took, "operations_s": most})
+        print(
+            f"{dtype} a prompt of {options.prompt} {took:.1f} ms, its products alone "
+            f"{1e3 * operations / took / most:.0%} of {most / 1e12:.2f} Tflop/s"
+        )
 
 
 if __name__ == "__main__":

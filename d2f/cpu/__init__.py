@@ -217,6 +217,7 @@ class NativeRows:
     place of those that its layers had (`_Unpacked`); of a smaller one they are a second copy.
 
     gate: of a self-drafting model, whose adapter changes the rows that it names.
+    in_tiles: whether AMX multiplies, for which rows cost less.
     """
 
     def __init__(self, backbone: PreTrainedModel, gate: Gate | None = None):
@@ -247,6 +248,7 @@ class NativeRows:
                 ctypes.CDLL(None).malloc_trim(0)
         self._rotary = self._angles(min(config.max_position_embeddings, 4096))
         self._small = sum(tensor.numel() for tensor in self._kept) < SMALL
+        self.in_tiles = bool(self._model.bf16 and self._library.tiled())
 
     def _keep(self, tensor: Tensor) -> int:
         self._kept.append(tensor.detach().contiguous())

@@ -9,6 +9,7 @@ constexpr int MOST_QUERIES = 12;  // that are computed together: their sums stay
 constexpr int MOST_QUERIES = 4;
 #endif
 constexpr int KEYS = 8;  // whose products are summed together
+constexpr int ROOM_QUERIES = std::max(MOST_QUERIES, 16), ROOM_KEYS = 64;  // as tiles need them
 
 // A vector of a head: 16 numbers of it where its dimension is a multiple of that, else 8.
 template <int DIM>
@@ -53,7 +54,33 @@ struct Query {
   const float *q;
   float *out;
   int64_t stop;
+
+  // How many slots it sees of those that its spans but for this end have.
+  int64_t own(const int32_t *spans, int64_t count, int64_t seen) const {
+    return count ? seen - (spans[2 * count - 1] - stop) : 0;
+  }
 };
+
+// Turn the scores of a query's own slots into weights e^(score - most), 0 for further ones up to
+// `seen`, and return 1 / their sum.
+static float weigh(float *weight, int64_t own, int64_t seen) {
+  float most = -INFINITY;
+  for (int64_t i = own; i < seen + KEYS; i++) weight[i] = -INFINITY;  // weigh nothing
+  Vector greatest = fill(-INFINITY);
+  for (int64_t j = 0; j < own; j += WIDTH) {
+    const Vector score = load(weight + j);
+    greatest = score > greatest ? score : greatest;
+  }
+  for (int i = 0; i < WIDTH; i++) most = std::max(most, greatest[i]);
+  Vector total = {};
+  for (int64_t j = 0; j < own; j += WIDTH) {
+    const Vector power = exponential(load(weight + j) - most);
+    total += power;
+    store(weight + j, power);
+  }
+  for (int64_t i = own; i < seen; i++) weight[i] = 0.0f;
+  return own ? 1.0f / sum(total) : 0.0f;  // a row that sees nothing gives 0
+}
 
 // Attend with queries that share the keys and values [slots][DIM] and the spans [count][2] but for
 // the end of the last one, which is here the latest. weights: [QUERIES][room], room for all slots
@@ -91,25 +118,7 @@ static void attend(const Query *queries, const W *keys, const W *values, const i
     }
   }
   float share[QUERIES];
-  for (int q = 0; q < QUERIES; q++) {
-    float *weight = weights + q * room, most = -INFINITY;
-    const int64_t own = count ? seen - (spans[2 * count - 1] - queries[q].stop) : 0;
-    for (int64_t i = own; i < seen + KEYS; i++) weight[i] = -INFINITY;  // weigh nothing
-    Vector greatest = fill(-INFINITY);
-    for (int64_t j = 0; j < own; j += WIDTH) {
-      const Vector score = load(weight + j);
-      greatest = score > greatest ? score : greatest;
-    }
-    for (int i = 0; i < WIDTH; i++) most = std::max(most, greatest[i]);
-    Vector total = {};
-    for (int64_t j = 0; j < own; j += WIDTH) {
-      const Vector power = exponential(load(weight + j) - most);
-      total += power;
-      store(weight + j, power);
-    }
-    for (int64_t i = own; i < seen; i++) weight[i] = 0.0f;
-    share[q] = own ? 1.0f / sum(total) : 0.0f;  // a row that sees nothing gives 0
-  }
+  for (int q = 0; q < QUERIES; q++) share[q] = weigh(weights + q * room, queries[q].own(spans, count, seen), seen);
   // So many parts of a value at once as there are registers for.
   constexpr int SIDE = PARTS % 4 == 0 && QUERIES <= 3 ? 4 : PARTS % 2 == 0 && QUERIES <= 6 ? 2 : 1;
   for (int part = 0; part < PARTS; part += SIDE) {
@@ -132,10 +141,132 @@ static void attend(const Query *queries, const W *keys, const W *values, const i
   }
 }
 
+#if defined(TILES)
+// Make columns of 16 rows of 16 words.
+static inline void transpose(__m512i *rows) {
+  UNROLLED for (int step = 1; step < 16; step *= 2) {
+    SixteenBits first, second;  // of each lane: which of the 32 words of two rows
+    for (int l = 0; l < 16; l++) first[l] = l & step ? 16 + l - step : l, second[l] = l & step ? 16 + l : l + step;
+    UNROLLED for (int i = 0; i < 16; i++) {
+      if (i & step) continue;
+      const __m512i a = rows[i], b = rows[i + step];
+      rows[i] = _mm512_permutex2var_epi32(a, (__m512i)first, b);
+      rows[i + step] = _mm512_permutex2var_epi32(a, (__m512i)second, b);
+    }
+  }
+}
+
+// The same in AMX's tiles, for up to 16 queries, whose numbers and weights are rounded to bf16:
+// keys [16][DIM] times queries, then weights [16 queries][32 slots] times values.
+template <int DIM>
+static void attend_in_tiles(const Query *queries, int64_t number, const Bf16 *keys, const Bf16 *values,
+                            const int32_t *spans, int64_t count, float scale, float *weights, int64_t room) {
+  __m512i square[16], packed[DIM / 2], tail[DIM / 2], pairs[32];
+  for (int d = 0; d < DIM; d += STEP) {
+    for (int q = 0; q < 16; q++) {
+      const float *from = queries[std::min<int64_t>(q, number - 1)].q + d;
+      Bf16 *to = reinterpret_cast<Bf16 *>(square + q);
+      for (int i = 0; i < STEP; i += WIDTH) store(to + i, load(from + i) * scale);
+    }
+    transpose(square);
+    std::memcpy(packed + d / 2, square, sizeof(square));  // [16 pairs of numbers][16 queries][2]
+  }
+  filled();
+  _tile_loadd(4, packed, 64);
+  if constexpr (DIM > 32) _tile_loadd(5, packed + 16, 64);
+  if constexpr (DIM > 64) _tile_loadd(6, packed + 32, 64);
+  if constexpr (DIM > 96) _tile_loadd(7, packed + 48, 64);
+  int64_t seen = 0;
+  for (int64_t s = 0; s < count; s++) {
+    const int64_t stop = spans[2 * s + 1];
+    for (int64_t slot = spans[2 * s]; slot < stop; slot += 16) {
+      const int64_t there = std::min<int64_t>(16, stop - slot);
+      const void *key = keys + slot * DIM;
+      if (there < 16) {  // there may be no memory behind them
+        std::memcpy(tail, key, there * DIM * sizeof(Bf16));
+        key = tail;
+        filled();
+      }
+      const Bf16 *at = static_cast<const Bf16 *>(key);
+      _tile_zero(0);
+      _tile_loadd(1, at, 2 * DIM);
+      _tile_dpbf16ps(0, 1, 4);
+      if constexpr (DIM > 32) {
+        _tile_loadd(2, at + 32, 2 * DIM);
+        _tile_dpbf16ps(0, 2, 5);
+      }
+      if constexpr (DIM > 64) {
+        _tile_loadd(1, at + 64, 2 * DIM);
+        _tile_dpbf16ps(0, 1, 6);
+      }
+      if constexpr (DIM > 96) {
+        _tile_loadd(2, at + 96, 2 * DIM);
+        _tile_dpbf16ps(0, 2, 7);
+      }
+      _tile_stored(0, square, 64);
+      transpose(square);
+      for (int64_t q = 0; q < number; q++) _mm512_storeu_si512(weights + q * room + seen, square[q]);
+      seen += there;
+    }
+  }
+  float share[16];
+  for (int64_t q = 0; q < number; q++) {
+    float *weight = weights + q * room;
+    share[q] = weigh(weight, queries[q].own(spans, count, seen), seen);
+    std::fill_n(weight + seen, STEP, 0.0f);
+    Bf16 *rounded = reinterpret_cast<Bf16 *>(weight);  // in the same place
+    for (int64_t i = 0; i < seen + STEP; i += WIDTH) store(rounded + i, load(weight + i));
+  }
+  ThirtyTwo low, high;  // the numbers of two slots in turns
+  for (int i = 0; i < 32; i++) low[i] = i / 2 + i % 2 * 32, high[i] = low[i] + 16;
+  for (int d = 0; d < DIM; d += STEP) {
+    _tile_zero(0);
+    _tile_zero(1);
+    int64_t from = 0;
+    for (int64_t s = 0; s < count; s++) {
+      const int64_t stop = spans[2 * s + 1];
+      for (int64_t slot = spans[2 * s]; slot < stop; slot += STEP) {
+        const int64_t there = std::min<int64_t>(STEP, stop - slot);
+        for (int k = 0; k < STEP / 2; k++) {
+          const Bf16 *value = values + (slot + 2 * k) * DIM + d;
+          const __m512i a = 2 * k < there ? _mm512_loadu_si512(value) : _mm512_setzero_si512();
+          const __m512i b = 2 * k + 1 < there ? _mm512_loadu_si512(value + DIM) : _mm512_setzero_si512();
+          pairs[k] = _mm512_permutex2var_epi16(a, (__m512i)low, b);
+          pairs[16 + k] = _mm512_permutex2var_epi16(a, (__m512i)high, b);
+        }
+        filled();
+        _tile_loadd(2, reinterpret_cast<Bf16 *>(weights) + from, 4 * room);
+        _tile_loadd(6, pairs, 64);
+        _tile_loadd(7, pairs + 16, 64);
+        _tile_dpbf16ps(0, 2, 6);
+        _tile_dpbf16ps(1, 2, 7);
+        from += there;
+      }
+    }
+    _tile_stored(0, pairs, 64);
+    _tile_stored(1, pairs + 16, 64);
+    for (int64_t q = 0; q < number; q++) {
+      for (int half = 0; half < 2; half++) {
+        const Sixteen whole = (Sixteen)pairs[16 * half + q] * share[q];
+        std::memcpy(queries[q].out + d + 16 * half, &whole, sizeof(whole));
+      }
+    }
+  }
+}
+#else
+template <int DIM, class W>
+static void attend_in_tiles(const Query *, int64_t, const W *, const W *, const int32_t *, int64_t, float, float *, int64_t) {}
+#endif
+
 // The same for any number of queries. Behind them there is room for MOST_QUERIES more.
 template <int DIM, class W>
 static void attend_all(Query *queries, int64_t number, const W *keys, const W *values, const int32_t *spans,
                        int64_t count, float scale, float *weights, int64_t room) {
+  if constexpr (std::is_same_v<W, Bf16> && DIM % STEP == 0) {
+    for (int64_t i = 0; TILED && i < number; i += 16)
+      attend_in_tiles<DIM>(queries + i, std::min<int64_t>(16, number - i), keys, values, spans, count, scale, weights, room);
+    if (TILED) return;
+  }
   for (int64_t i = 0; i < number; i += MOST_QUERIES) {
     const int64_t now = std::min<int64_t>(MOST_QUERIES, number - i);
     Query *of = queries + i;

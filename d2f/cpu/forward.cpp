@@ -156,7 +156,8 @@ static void compute(const Model &m, const Rows &r, AttendAll<W> attend) {
     }
     most = std::max(most, seen);
   }
-  const int64_t room = most + 2 * KEYS, most_rows = std::max<int64_t>(1, MOST_QUERIES / group);
+  const int64_t room = most + ROOM_KEYS;
+  const int64_t most_rows = std::max<int64_t>(1, (std::is_same_v<W, Bf16> && TILED ? 16 : MOST_QUERIES) / group);
   const Buffer<float> states(rows * m.width), joined(rows * columns);
   const Fed<W> normed(std::max(rows, r.reads), width), attended(rows, outer), middle(rows, inner);
   float *hidden = states.data(), *qkv = joined.data();
@@ -164,7 +165,7 @@ static void compute(const Model &m, const Rows &r, AttendAll<W> attend) {
 
   on_threads(int(r.threads), [&](const Thread &t) {
     [[maybe_unused]] const Tiles tiles;
-    const Buffer<float> weights(MOST_QUERIES * room), found((most_rows * group + MOST_QUERIES) * dim);
+    const Buffer<float> weights(ROOM_QUERIES * room), found(most_rows * group * dim);
     const Buffer<Query> queries(most_rows * group + MOST_QUERIES);
     const Part own = t.part(rows);
     for (int64_t row = own.begin; row < own.end; row++) {
@@ -268,3 +269,6 @@ static int in_dim(const Model &m, const Rows &r) {
 extern "C" int forward(const Model *m, const Rows *r) {
   return m->bf16 ? in_dim<Bf16>(*m, *r) : in_dim<float>(*m, *r);
 }
+
+// 1 where bf16 is multiplied in tiles.
+extern "C" int tiled() { return TILED; }

@@ -127,7 +127,12 @@ static void multiply(const Bf16 *w, const float *x, int64_t inputs, Sixteen *out
 // for these, which lie as it reads them. It sums in another order than the instructions above, so
 // where it is there, it multiplies one row as well as many.
 #if defined(__AVX512BF16__) && defined(__AMX_BF16__) && defined(__linux__)
+#define TILES
 constexpr int TILE_ROWS = 16;
+typedef uint16_t ThirtyTwo __attribute__((vector_size(64)));
+
+// Tell the compiler that memory is complete: it does not know that tiles read it.
+static inline void filled() { __asm__ volatile("" ::: "memory"); }
 
 // Ask the kernel for the tiles' registers; it may refuse, as old ones and some sandboxes do.
 static const bool TILED = !syscall(SYS_arch_prctl, 0x1023 /* ARCH_REQ_XCOMP_PERM */, 18 /* XTILEDATA */);
@@ -152,7 +157,7 @@ struct Tiles {
 // the sums, 4 and 5 rows, 6 and 7 weights.
 template <int R, int G>
 static void multiply_tiles(const Bf16 *w, const Bf16 *x, int64_t inputs, Sixteen *out) {
-  __asm__ volatile("" ::: "memory");  // GCC does not know that tiles read memory
+  filled();
   _tile_zero(0);
   _tile_zero(1);
   _tile_zero(2);

@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import httpx
 import openai
 
 from d2f.errors import InputError, did_you_mean, one_line
@@ -97,6 +98,10 @@ class Client:
             except Exception as error:  # of the connection, by the library underneath
                 cause = error.__cause__ or error
                 answer.error = quote(f"{type(cause).__name__}: {cause}".rstrip(": "))
+                # A kept connection that the server has closed, as llama.cpp's does now and then:
+                # waiting would be counted as the server's time.
+                if isinstance(cause, (httpx.RemoteProtocolError, httpx.ReadError)):
+                    continue
             if attempt <= self.retries:
                 await asyncio.sleep(BACKOFF_SECONDS * 2 ** (attempt - 1))
 

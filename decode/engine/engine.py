@@ -50,6 +50,8 @@ pay up to about 16 requests in flight (benchmarks/max_rows.py)."""
 CPU_MAX_ROWS_OF_LARGE = 4
 """For a model whose weights are read from memory in every forward: four rows cost little more than
 one, further rows cost their arithmetic."""
+CPU_MAX_ROWS_IN_TILES = 8
+"""The same where AMX multiplies: a row costs half as much."""
 LARGE = 64 << 20  # bytes of weights, about what a CPU's caches hold
 GPU_MAX_ROWS = 256
 """A GPU computes about this many rows in the time that it takes to read all weights."""
@@ -89,7 +91,10 @@ def default_max_rows(model: DiffusionModel) -> int:
     if model.device.type == "cuda":
         return GPU_MAX_ROWS
     size = sum(p.numel() * p.element_size() for p in model.backbone.parameters())
-    return CPU_MAX_ROWS if size < LARGE else CPU_MAX_ROWS_OF_LARGE
+    if size < LARGE:
+        return CPU_MAX_ROWS
+    in_tiles = getattr(model.compiled_rows, "in_tiles", False)
+    return CPU_MAX_ROWS_IN_TILES if in_tiles else CPU_MAX_ROWS_OF_LARGE
 
 
 def free_bytes(device: torch.device | str) -> int:

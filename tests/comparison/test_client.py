@@ -126,6 +126,17 @@ def test_a_fault_is_retried_and_one_that_stays_fails_its_request_alone(fault):
     assert (again.error, again.attempts, again.text) == (None, 2, "w1 w2")
 
 
+def test_a_dropped_connection_is_opened_again_at_once(monkeypatch):
+    monkeypatch.setattr("decode.compare.client.BACKOFF_SECONDS", 60)
+
+    def behave(handler, body, number):
+        (drop_at_once if number == 0 else answering())(handler, body, number)
+
+    with endpoint(behave) as server:
+        run = ask(server.url, [[0]], retries=1)
+    assert run.answers[0].error is None and run.answers[0].attempts == 2 and run.seconds < 5
+
+
 def test_an_answer_that_never_ends_is_given_up():
     def trickle(handler, body, number):
         handler.begin_stream()
