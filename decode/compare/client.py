@@ -10,7 +10,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import httpx
 import openai
 
 from d2f.errors import InputError, did_you_mean, one_line
@@ -100,7 +99,10 @@ class Client:
                 answer.error = quote(f"{type(cause).__name__}: {cause}".rstrip(": "))
                 # A kept connection that the server has closed, as llama.cpp's does now and then:
                 # waiting would be counted as the server's time.
-                if isinstance(cause, (httpx.RemoteProtocolError, httpx.ReadError)):
+                if type(cause).__name__ in (
+                    "RemoteProtocolError",
+                    "ReadError",
+                ):  # httpx's or httpx2's
                     continue
             if attempt <= self.retries:
                 await asyncio.sleep(BACKOFF_SECONDS * 2 ** (attempt - 1))
