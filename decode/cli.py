@@ -70,11 +70,11 @@ class ModelOptions:
     merge: bool = True
     """fold the adapter into the weights"""
     family: Annotated[str | None, arg(metavar="NAME")] = None
-    """llada, dream, sdar, wedlm, causal (default: the checkpoint's)"""
+    """llada, dream, sdar, wedlm, causal (default: its own)"""
     mask_id: Annotated[int | None, arg(metavar="ID")] = None
     """the mask token's id (default: the checkpoint's)"""
     end_ids: Annotated[str | None, arg(metavar="ID,ID")] = None
-    """ids of the tokens that end an answer (default: the checkpoint's)"""
+    """that end an answer (default: the checkpoint's)"""
     dtype: Annotated[DType | None, arg(metavar="NAME")] = None
     """float32, bfloat16, float16 or auto: what is fast (default: float32 on a CPU, else
     bfloat16)"""

@@ -73,7 +73,7 @@ class PromptOptions:
     problems: Annotated[int | None, arg(metavar="N")] = None
     """held-out problems a task (default: 2)"""
     n: Annotated[int, arg(metavar="N")] = 1
-    """answers a prompt, each with a seed of its own"""
+    """answers a prompt, by different seeds"""
 
     def check(self) -> None:
         """Raise InputError for flags that do not go together."""

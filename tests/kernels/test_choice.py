@@ -127,10 +127,10 @@ import sys
 from importlib.machinery import PathFinder
 find = PathFinder.find_spec
 PathFinder.find_spec = lambda name, *more: None if name == "triton" else find(name, *more)
-import d2f, decode, distill.train, distill.objectives.d2f
+import d2f, decode, distill.train, triton_kernels.masked_kl
 from decode.pipeline import main
 status = main(sys.argv[1:])
-assert "triton_kernels.masked_kl" in sys.modules and "triton" not in sys.modules
+assert "triton" not in sys.modules
 sys.exit(status)
 """
 
