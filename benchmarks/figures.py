@@ -144,6 +144,7 @@ COMPARISONS = {
     "frontier-code": ("frontier",),
     "frontier-tiny": ("frontier",),
     "real-smollm2": ("throughput",),
+    "real-smollm2-amx": ("throughput",),
     "real-smollm2-fp32": ("throughput",),
     "real-smollm2-spec-bench": ("throughput",),
     "vllm-ways": ("throughput",),
