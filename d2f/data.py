@@ -48,6 +48,8 @@ def load_rows(
             raise InputError(f"dataset_config: {place} is a saved data set, which has none")
         found = _load_saved(place, split)
     else:
+        for file in path.rglob("*.parquet") if path.is_dir() else ():
+            _check_unpacked(file)
         found = _read(place, place, name=config, split=split or "train")
     if len(found) == 0:
         raise InputError(f"{place}: expected at least one row, got none")

@@ -144,8 +144,9 @@ def test_a_parquet_file_that_unpacks_to_very_much_is_refused(tmp_path, monkeypat
     path = tmp_path / "d.parquet"
     parquet.write_table(pyarrow.table({"prompt": 2000 * values}), path, compression="zstd")
     assert path.stat().st_size < 10_000
-    with pytest.raises(InputError, match=r"d\.parquet: expected at most 1,048,576 bytes of rows"):
-        stream(file=str(path))
+    for where in ({"file": str(path)}, {"dataset": str(tmp_path)}):
+        with pytest.raises(InputError, match=r"d\.parquet: expected at most 1,048,576 bytes of r"):
+            stream(**where)
 
 
 def test_files_that_cannot_be_data(tmp_path):
