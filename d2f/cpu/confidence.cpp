@@ -1,5 +1,5 @@
 // The chosen token and the model's confidence in rows of fp32 logits, in two passes: one for the two
-// largest and one for the sums. triton_kernels/confidence.py defines the figures. rows.py compiles this
+// largest and one for the sums. triton_kernels/confidence.py defines the figures. __init__.py compiles this
 // file behind vectors.cpp.
 //
 // Each row is computed alone, so its result does not depend on the batch.

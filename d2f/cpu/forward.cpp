@@ -1,5 +1,5 @@
 // A decoding forward on a CPU, from token ids to logits, of models with Llama's, Qwen2's or Qwen3's
-// layers: one parallel region, with barriers between the products and what lies between them. rows.py
+// layers: one parallel region, with barriers between the products and what lies between them. __init__.py
 // compiles this file behind vectors.cpp, products.cpp and attention.cpp.
 //
 // W is what weights and cache are in, float or Bf16. The hidden states are in fp32 throughout.
@@ -208,7 +208,7 @@ static void compute(const Model &m, const Rows &r, AttendAll<W> attend) {
           for (int64_t n = 0; n < count * group; n++) {
             const int64_t of = row + n / group;
             queries.data()[n] = {qkv + of * columns + at + n % group * dim, found.data() + n * dim,
-                          last ? r.spans[2 * (of * r.ranges + last) - 1] : 0};
+                                 last ? r.spans[2 * (of * r.ranges + last) - 1] : 0};
           }
           attend(queries.data(), count * group, keys + place, values + place,
                  r.spans + 2 * (row + count - 1) * r.ranges, last, m.scale, weights.data(), room);

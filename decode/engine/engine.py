@@ -51,7 +51,7 @@ CPU_MAX_ROWS_OF_LARGE = 4
 """For a model whose weights are read from memory in every forward: four rows cost little more than
 one, further rows cost their arithmetic."""
 CPU_MAX_ROWS_IN_TILES = 8
-"""The same where AMX multiplies: a row costs half as much."""
+"""The same where AMX multiplies: a row costs about a third as much."""
 LARGE = 64 << 20  # bytes of weights, about what a CPU's caches hold
 GPU_MAX_ROWS = 256
 """A GPU computes about this many rows in the time that it takes to read all weights."""
