@@ -4,7 +4,8 @@ Time forwards of few rows on a CPU, in C++: what a row costs says how many draft
 feed. A forward reads all weights once, so the time of one row is set against the bytes of the
 weights over the read bandwidth, measured in the same run by summing a large buffer. Rows of a
 self-drafting adapter, where one is given, follow one clean row. A prompt's forward is set against
-the arithmetic of PyTorch's own product of two square matrices, measured in the same run.
+the arithmetic of PyTorch's own product of two square matrices, measured in the same run; in fp32
+where the CPU multiplies no bf16, as the forward widens it, too.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ from d2f import spans
 from d2f.attention import SpanPlan
 from d2f.contract import DRAFT
 from d2f.model import DiffusionModel
+from distill.trainer import cpu_has_bf16
 
 ROWS = (1, 2, 4, 6, 8, 9, 12, 16, 24, 32)
 
@@ -107,7 +109,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         inside = sum(p.numel() for n, p in layers.named_parameters() if "lora_" not in n)
         operations = 2 * inside * options.prompt
         took = forward_ms(model, options.prompt, 0, False, 10, slice(-1, None))
-        most = arithmetic(getattr(torch, dtype), 10)
+        most = arithmetic(getattr(torch, dtype) if cpu_has_bf16() else torch.float32, 10)
         table.add({"dtype": dtype, "prompt": options.prompt, "ms": took, "operations_s": most})
         print(
             f"{dtype} a prompt of {options.prompt} {took:.1f} ms, its products alone "

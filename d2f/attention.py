@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import cache
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
 import torch
 from torch import Tensor, nn
@@ -183,6 +183,52 @@ class TrainingPlan(SpanPlan):
         self.read = read
 
     attend = torch.compiler.disable(SpanPlan.attend)
+
+
+class PartPlan(TrainingPlan):
+    """Plan the attention of a forward that feeds some rows of each sequence. Those that it does not
+    feed have the keys and values of an earlier forward, without its gradient.
+
+    spans: int32 ``[B, T, K, 2]`` of the rows fed, over all rows of the sequence. places: int64
+    ``[B, T]``, where among them the rows fed stand. length: of the sequence. earlier: the plan of
+    the earlier forward; without one no row may see what is not fed.
+    """
+
+    def __init__(
+        self,
+        spans: Tensor,
+        places: Tensor,
+        length: int,
+        way: Way | None = None,
+        earlier: PartPlan | None = None,
+    ):
+        super().__init__(spans, None, way)
+        self.places, self.length, self.earlier = places, length, earlier
+        self.known: dict[int, tuple[Tensor, Tensor]] = {}  # keys and values by layer
+
+    @torch.compiler.disable
+    def attend(
+        self,
+        layer: nn.Module | None,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        scale: float | None = None,
+    ) -> Tensor:
+        assert layer is not None
+        number, (batch, heads, _, dim) = cast(int, layer.layer_idx), key.shape
+        if self.earlier is None:
+            before = (key.new_zeros(1), value.new_zeros(1))
+        else:
+            before = self.earlier.known[number]
+        places = self.places[:, None, :, None].expand_as(key)
+        key, value = (
+            old.expand(batch, heads, self.length, dim).scatter(2, places, new)
+            for old, new in zip(before, (key, value), strict=True)
+        )
+        if self.earlier is None:
+            self.known[number] = key, value
+        return super().attend(layer, query, key, value, scale)
 
 
 ROWS = 256  # queries of a part: fewer reach fewer keys in vain, and are more calls

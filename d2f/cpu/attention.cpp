@@ -11,26 +11,17 @@ constexpr int MOST_QUERIES = 4;
 constexpr int KEYS = 8;  // whose products are summed together
 constexpr int ROOM_QUERIES = std::max(MOST_QUERIES, 16), ROOM_KEYS = 64;  // as tiles need them
 
-// A vector of a head: 16 numbers of it where its dimension is a multiple of that, else 8.
+// A vector of a head: what a register holds where its dimension is a multiple of that, else 8 numbers.
 template <int DIM>
 struct Lanes {
-  typedef std::conditional_t<DIM % LANES == 0, Sixteen, Vector> Type;
+  typedef std::conditional_t<DIM % EACH == 0, Wide, Vector> Type;
 };
-
-template <class V>
-static inline V get(const float *at) {
-  V x;
-  std::memcpy(&x, at, sizeof(x));
-  return x;
-}
 
 template <class V>
 static inline V get(const Bf16 *at) {
   typedef std::conditional_t<sizeof(V) == 64, uint16_t __attribute__((vector_size(32))), Halves> Half;
   typedef std::conditional_t<sizeof(V) == 64, SixteenBits, Bits> Whole;
-  Half halves;
-  std::memcpy(&halves, at, sizeof(halves));
-  const Whole bits = __builtin_convertvector(halves, Whole) << 16;
+  const Whole bits = __builtin_convertvector(get<Half>(&at->bits), Whole) << 16;
   V x;
   std::memcpy(&x, &bits, sizeof(x));
   return x;
@@ -89,7 +80,7 @@ template <int DIM, int QUERIES, class W>
 static void attend(const Query *queries, const W *keys, const W *values, const int32_t *spans, int64_t count,
                    float scale, float *weights, int64_t room) {
   typedef typename Lanes<DIM>::Type V;
-  constexpr int EACH = sizeof(V) / 4, PARTS = DIM / EACH;
+  constexpr int EACH = sizeof(V) / 4, PARTS = DIM / EACH;  // of a head
   V x[QUERIES][PARTS];
   for (int q = 0; q < QUERIES; q++) {
     UNROLLED for (int i = 0; i < PARTS; i++) x[q][i] = get<V>(queries[q].q + EACH * i) * scale;

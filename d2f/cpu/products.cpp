@@ -17,28 +17,47 @@ constexpr int STEP = 32;  // inputs of a tile
 typedef float Sixteen __attribute__((vector_size(4 * LANES)));
 typedef int32_t SixteenBits __attribute__((vector_size(4 * LANES)));
 typedef float SixteenInMemory __attribute__((vector_size(4 * LANES), aligned(4), may_alias));
-typedef int32_t SixteenBitsInMemory __attribute__((vector_size(4 * LANES), aligned(4), may_alias));
 
 constexpr int64_t AHEAD = 4096;  // bytes that a weight is asked for before it is read
-// Rows and blocks that are multiplied at once: their sums fit into the registers, and each input
-// that is loaded meets several weights, each weight several inputs.
+// Wide is what a register holds, PARTS how many of them an input of 16 outputs needs: GCC keeps
+// arrays of wider vectors in memory. Rows and blocks that are multiplied at once have sums that fit
+// into the registers; each input that is loaded meets several weights, each weight several inputs.
 #if defined(__AVX512F__)
-constexpr int MOST_ROWS = 12;
+typedef Sixteen Wide;
+constexpr int MOST_ROWS = 12, MOST_SUMS = 24;
 constexpr int blocks_of(int rows) { return rows <= 4 ? 1 : rows <= 6 ? 4 : 2; }
 #else
-constexpr int MOST_ROWS = 3;
-constexpr int blocks_of(int rows) { return rows == 1 ? 4 : 2; }
+typedef Vector Wide;
+constexpr int MOST_ROWS = 6, MOST_SUMS = 12;
+constexpr int blocks_of(int rows) { return rows == 1 ? 4 : rows <= 3 ? 2 : 1; }
 #endif
+constexpr int EACH = sizeof(Wide) / 4, PARTS = LANES / EACH;
 constexpr int MOST_BLOCKS = 4;
+
+template <class V, class T>
+static inline V get(const T *at) {
+  V x;
+  std::memcpy(&x, at, sizeof(x));
+  return x;
+}
 
 static inline int64_t round_up(int64_t count, int64_t to) { return (count + to - 1) / to * to; }
 
-// Ask for the weight that is read AHEAD bytes later. Of G blocks that are read side by side, the ends
-// are followed by the begin of the next G blocks, G - 1 blocks further on.
+// Blocks that are read, of `block` bytes each, and which of the tiles of rows they are read for.
+struct Turn {
+  int64_t blocks = 1, block = 0, tile = 0, tiles = 1;
+  int64_t next = blocks * block + tile * block / tiles, step = 64 / tiles;
+};
+
+// Ask for a weight before it is read: where all rows are one tile, for what is read AHEAD bytes later
+// (of G blocks that are read side by side, the ends are followed by the begin of the next G blocks,
+// G - 1 blocks further on). Where there are more, the memory would rest from the second on, when the
+// blocks are in the cache; so each asks for its part of the next blocks. done: bytes of the block.
 template <int G>
-static inline void fetch(const void *at, int64_t left, int64_t block) {
-  const int64_t further = left > AHEAD ? 0 : (G - 1) * block;
-  __builtin_prefetch(static_cast<const char *>(at) + AHEAD + further, 0, 3);
+static inline void fetch(const void *at, int64_t done, const Turn &turn) {
+  int64_t further = AHEAD + (done + AHEAD < turn.block ? 0 : (G - 1) * turn.block);
+  if (turn.tiles > 1) further = turn.next - done + done / 64 * turn.step;
+  __builtin_prefetch(static_cast<const char *>(at) + further, 0, 3);
 }
 
 // The rows to multiply: with AVX512-BF16 weights in bf16 take rows in bf16, else they are widened in
@@ -56,29 +75,29 @@ struct Multiplied<Bf16> {
 template <class W>
 using Input = typename Multiplied<W>::Input;
 
-// G blocks from w on, with N rows x [N][inputs]: the outputs [N][G].
+// G blocks from w on, with N rows x [N][inputs]: the outputs [N][G], of which a row has turn.blocks.
 template <int N, int G>
-static void multiply(const float *w, const float *x, int64_t inputs, Sixteen *out) {
-  Sixteen sums[N][G] = {};
+static void multiply(const float *w, const float *x, int64_t inputs, Sixteen *out, const Turn &turn) {
+  Wide sums[N][G * PARTS] = {};
   for (int64_t i = 0; i < inputs; i++) {
-    Sixteen weights[G];
+    Wide weights[G * PARTS];
     UNROLLED for (int g = 0; g < G; g++) {
       const float *at = w + (g * inputs + i) * LANES;
-      fetch<G>(at, (inputs - i) * 64, inputs * 64);
-      weights[g] = *reinterpret_cast<const SixteenInMemory *>(at);
+      fetch<G>(at, i * 64, turn);
+      UNROLLED for (int p = 0; p < PARTS; p++) weights[g * PARTS + p] = get<Wide>(at + p * EACH);
     }
     UNROLLED for (int n = 0; n < N; n++) {
-      UNROLLED for (int g = 0; g < G; g++) sums[n][g] += weights[g] * x[n * inputs + i];
+      UNROLLED for (int p = 0; p < G * PARTS; p++) sums[n][p] += weights[p] * x[n * inputs + i];
     }
   }
-  std::memcpy(out, sums, sizeof(sums));
+  for (int n = 0; n < N; n++) std::memcpy(out + n * turn.blocks, sums[n], sizeof(sums[n]));
 }
 
 #if defined(__AVX512BF16__)
 typedef int PairInMemory __attribute__((aligned(2), may_alias));
 
 template <int N, int G>
-static void multiply(const Bf16 *w, const Bf16 *x, int64_t inputs, Sixteen *out) {
+static void multiply(const Bf16 *w, const Bf16 *x, int64_t inputs, Sixteen *out, const Turn &turn) {
   __m512 sums[N][G];
   UNROLLED for (int n = 0; n < N; n++) {
     UNROLLED for (int g = 0; g < G; g++) sums[n][g] = _mm512_setzero_ps();
@@ -87,7 +106,7 @@ static void multiply(const Bf16 *w, const Bf16 *x, int64_t inputs, Sixteen *out)
     __m512bh weights[G];
     UNROLLED for (int g = 0; g < G; g++) {
       const Bf16 *at = w + (g * inputs + i) * LANES;
-      fetch<G>(at, (inputs - i) * 32, inputs * 32);
+      fetch<G>(at, i * 32, turn);
       weights[g] = (__m512bh)_mm512_loadu_si512(at);
     }
     UNROLLED for (int n = 0; n < N; n++) {
@@ -96,30 +115,32 @@ static void multiply(const Bf16 *w, const Bf16 *x, int64_t inputs, Sixteen *out)
       UNROLLED for (int g = 0; g < G; g++) sums[n][g] = _mm512_dpbf16_ps(sums[n][g], weights[g], both);
     }
   }
-  std::memcpy(out, sums, sizeof(sums));
+  for (int n = 0; n < N; n++) std::memcpy(out + n * turn.blocks, sums[n], sizeof(sums[n]));
 }
 #else
+typedef int32_t WideBits __attribute__((vector_size(sizeof(Wide))));
+
 template <int N, int G>
-static void multiply(const Bf16 *w, const float *x, int64_t inputs, Sixteen *out) {
-  Sixteen sums[N][G] = {};
+static void multiply(const Bf16 *w, const float *x, int64_t inputs, Sixteen *out, const Turn &turn) {
+  Wide sums[N][G * PARTS] = {};
   for (int64_t i = 0; i < inputs; i += 2) {
-    Sixteen first[G], second[G];
-    UNROLLED for (int g = 0; g < G; g++) {
-      const Bf16 *at = w + (g * inputs + i) * LANES;
-      fetch<G>(at, (inputs - i) * 32, inputs * 32);
-      const SixteenBits both = *reinterpret_cast<const SixteenBitsInMemory *>(at);
-      const SixteenBits below = both << 16, above = both & int32_t(0xffff0000);  // little-endian
-      std::memcpy(&first[g], &below, sizeof(below));
-      std::memcpy(&second[g], &above, sizeof(above));
-    }
-    UNROLLED for (int n = 0; n < N; n++) {
+    UNROLLED for (int second = 0; second < 2; second++) {
+      Wide weights[G * PARTS];
       UNROLLED for (int g = 0; g < G; g++) {
-        sums[n][g] += first[g] * x[n * inputs + i];
-        sums[n][g] += second[g] * x[n * inputs + i + 1];
+        const Bf16 *at = w + (g * inputs + i) * LANES;
+        if (!second) fetch<G>(at, i * 32, turn);
+        UNROLLED for (int p = 0; p < PARTS; p++) {
+          const WideBits both = get<WideBits>(at + 2 * p * EACH);  // the first is below: little-endian
+          const WideBits one = second ? both & int32_t(0xffff0000) : both << 16;
+          std::memcpy(&weights[g * PARTS + p], &one, sizeof(one));
+        }
+      }
+      UNROLLED for (int n = 0; n < N; n++) {
+        UNROLLED for (int p = 0; p < G * PARTS; p++) sums[n][p] += weights[p] * x[n * inputs + i + second];
       }
     }
   }
-  std::memcpy(out, sums, sizeof(sums));
+  for (int n = 0; n < N; n++) std::memcpy(out + n * turn.blocks, sums[n], sizeof(sums[n]));
 }
 #endif
 
@@ -156,7 +177,7 @@ struct Tiles {
 // G blocks from w on, with R tiles of rows x [16 R][inputs]: the outputs [16 R][G]. Tiles 0 to 3 hold
 // the sums, 4 and 5 rows, 6 and 7 weights.
 template <int R, int G>
-static void multiply_tiles(const Bf16 *w, const Bf16 *x, int64_t inputs, Sixteen *out) {
+static void multiply_tiles(const Bf16 *w, const Bf16 *x, int64_t inputs, Sixteen *out, const Turn &turn) {
   filled();
   _tile_zero(0);
   _tile_zero(1);
@@ -166,7 +187,7 @@ static void multiply_tiles(const Bf16 *w, const Bf16 *x, int64_t inputs, Sixteen
   for (int64_t i = 0; i < inputs; i += STEP) {
     for (int line = 0; line < 16; line++) {
       UNROLLED for (int g = 0; g < G; g++)
-        fetch<G>(w + (g * inputs + i + 2 * line) * LANES, (inputs - i) * 32, inputs * 32);
+        fetch<G>(w + (g * inputs + i + 2 * line) * LANES, i * 32, turn);
     }
     _tile_loadd(4, x + i, 2 * inputs);
     _tile_loadd(6, w + i * LANES, 64);
@@ -188,27 +209,32 @@ static void multiply_tiles(const Bf16 *w, const Bf16 *x, int64_t inputs, Sixteen
   if constexpr (R > 1 && G > 1) _tile_stored(3, out + TILE_ROWS * G + 1, LINE);
 }
 
-static void multiply_tiles(int64_t rows, int64_t blocks, const Bf16 *w, const Bf16 *x, int64_t inputs, Sixteen *out) {
-  if (rows > TILE_ROWS) return blocks == 2 ? multiply_tiles<2, 2>(w, x, inputs, out) : multiply_tiles<2, 1>(w, x, inputs, out);
-  return blocks == 2 ? multiply_tiles<1, 2>(w, x, inputs, out) : multiply_tiles<1, 1>(w, x, inputs, out);
+static void multiply_tiles(int64_t rows, const Bf16 *w, const Bf16 *x, int64_t inputs, Sixteen *out, const Turn &turn) {
+  auto call = [&](auto multiply) { multiply(w, x, inputs, out, turn); };
+  if (rows > TILE_ROWS) turn.blocks == 2 ? call(multiply_tiles<2, 2>) : call(multiply_tiles<2, 1>);
+  else turn.blocks == 2 ? call(multiply_tiles<1, 2>) : call(multiply_tiles<1, 1>);
 }
 #else
 constexpr bool TILED = false;
 constexpr int TILE_ROWS = 0;
 struct Tiles {};
-static void multiply_tiles(int64_t, int64_t, const Bf16 *, const void *, int64_t, Sixteen *) {}
+static void multiply_tiles(int64_t, const Bf16 *, const void *, int64_t, Sixteen *, const Turn &) {}
 #endif
 
 // Call `multiply` for numbers of rows and blocks: 1, 2 or blocks_of these rows.
 template <class W, int N = 1>
-static void multiply(int64_t rows, int64_t blocks, const W *w, const Input<W> *x, int64_t inputs, Sixteen *out) {
+static void multiply(int64_t rows, const W *w, const Input<W> *x, int64_t inputs, Sixteen *out, const Turn &turn) {
   if (rows == N) {
-    if (blocks > 2) multiply<N, blocks_of(N)>(w, x, inputs, out);
-    else if (blocks == 2) multiply<N, 2>(w, x, inputs, out);
-    else multiply<N, 1>(w, x, inputs, out);
+    if (turn.blocks > 2) {
+      multiply<N, blocks_of(N)>(w, x, inputs, out, turn);
+    } else if (turn.blocks == 2 && 2 * N * PARTS <= MOST_SUMS) {
+      multiply<N, 2>(w, x, inputs, out, turn);
+    } else {
+      for (int64_t b = 0; b < turn.blocks; b++) multiply<N, 1>(w + b * LANES * inputs, x, inputs, out + b, turn);
+    }
     return;
   }
-  if constexpr (N < MOST_ROWS) multiply<W, N + 1>(rows, blocks, w, x, inputs, out);
+  if constexpr (N < MOST_ROWS) multiply<W, N + 1>(rows, w, x, inputs, out, turn);
 }
 
 // A linear layer, or several with one input. bias: [outputs] or null.
@@ -240,11 +266,13 @@ static void product(const Thread &t, const Product &p, int64_t joined, const Inp
       const int64_t row = tiled ? i * most : rows * i / tiles;
       const int64_t count = (tiled ? std::min(rows, row + most) : rows * (i + 1) / tiles) - row;
       const Input<W> *from = x + row * p.inputs;
+      const int64_t bytes = LANES * p.inputs * sizeof(W);
+      const Turn turn = tiled ? Turn{blocks, bytes} : Turn{blocks, bytes, i, tiles};
       if constexpr (BF16) {
-        if (TILED) multiply_tiles(count, blocks, weight, from, p.inputs, out);
-        else multiply<W>(count, blocks, weight, from, p.inputs, out);
+        if (TILED) multiply_tiles(count, weight, from, p.inputs, out, turn);
+        else multiply<W>(count, weight, from, p.inputs, out, turn);
       } else {
-        multiply<W>(count, blocks, weight, from, p.inputs, out);
+        multiply<W>(count, weight, from, p.inputs, out, turn);
       }
       for (int64_t n = 0; n < count; n++)
         for (int64_t b = 0; b < blocks; b += joined) f(row + n, block + b, out + n * blocks + b);

@@ -4,7 +4,7 @@ A LoRA changes draft rows only (`d2f.parts.Gate`). Behind an anchor, a token of 
 `drafts` draft rows. Each sees the text up to the anchor and the draft rows before it, and has the
 position of the token that it stands for. It learns what the clean row of that position predicts,
 which has seen the tokens in between. Clean rows see no draft row and no adapter, so the model is
-its own teacher, in the same forward.
+its own teacher.
 
 A prompt p q and an answer a b c d with two anchors (q and b) and two draft rows V each:
 
@@ -134,7 +134,7 @@ class SelfDraft(Objective):
         weight = np.tile(self.weights, len(anchors))[read]
         pad = np.zeros(length - len(positions), dtype=np.int64)
         return Fed(
-            ids=np.concatenate((clean, np.full(len(positions), DRAFT), pad)),
+            ids=np.concatenate((clean, np.full(length, DRAFT))),  # half of a row's are draft rows
             positions=np.concatenate((np.arange(length), positions, pad)),
             rows=length + read,
             targets=clean[positions[read] + 1],
@@ -143,16 +143,36 @@ class SelfDraft(Objective):
         )
 
     def hidden(self, batch: Batch) -> Tensor:
-        """Compute the last hidden states ``[R x L, C]`` of all rows."""
-        from d2f.attention import TrainingPlan
+        """Compute the last hidden states ``[R x L, C]`` of all rows: the clean ones first, by the
+        base and without a gradient, then of the draft rows, by the adapter."""
+        import torch
+
+        from d2f.attention import PartPlan
 
         assert self.model.gate is not None
-        return self.model.backbone.model(
-            input_ids=self.model.gate.open(batch.input_ids),
-            position_ids=batch.positions,
-            spans=TrainingPlan(batch.spans, None, self.attention),
-            use_cache=False,
-        ).last_hidden_state.flatten(0, 1)
+        embedded, length = self.model.gate.open(batch.input_ids), batch.input_ids.shape[1]
+        self.model.gate.rows = None  # the rows of a forward are all of one kind
+        order = (batch.input_ids == DRAFT).int().argsort(dim=1, stable=True)
+        clean, drafts = order[:, : length // 2], order[:, length // 2 :]
+
+        def forward(places: Tensor, earlier: PartPlan | None) -> tuple[Tensor, PartPlan]:
+            seen = batch.spans.gather(
+                1, places[..., None, None].expand(-1, -1, *batch.spans.shape[2:])
+            )
+            plan = PartPlan(seen, places, length, self.attention, earlier)
+            states = self.model.backbone.model(
+                input_ids=embedded.gather(1, places),
+                position_ids=batch.positions.gather(1, places),
+                spans=plan,
+                use_cache=False,
+            ).last_hidden_state
+            return states, plan
+
+        with torch.no_grad(), self.model.adapter_disabled():
+            known, plan = forward(clean, None)
+        guessed, _ = forward(drafts, plan)
+        back = order.argsort(dim=1)[..., None].expand(-1, -1, known.shape[-1])
+        return torch.cat((known, guessed), dim=1).gather(1, back).flatten(0, 1)
 
     def teachers(self, batch: Batch) -> Tensor:
         """Find the clean row of each row that is read, ``[N]``: that of its position, counted from
