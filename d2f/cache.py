@@ -12,6 +12,9 @@ feeding it once more with its final tokens and then no longer. D2F with a prompt
 
 from __future__ import annotations
 
+import math
+
+import numpy as np
 import torch
 from torch import Tensor
 from transformers import PretrainedConfig
@@ -42,10 +45,7 @@ class SlotCache:
         # Zeros: a slot that a row does not see has a weight of 0, and 0 times a NaN that happened
         # to lie there is NaN.
         self.layers = [
-            (
-                torch.zeros(shape, dtype=dtype, device=device),
-                torch.zeros(shape, dtype=dtype, device=device),
-            )
+            (_zeros(shape, dtype, device), _zeros(shape, dtype, device))
             for _ in range(config.num_hidden_layers)
         ]
         self.slots: Tensor | None = None
@@ -124,3 +124,14 @@ class SlotPool:
     def free(self, start: int) -> None:
         """Give back the run that begins at `start`."""
         del self._used[start]
+
+
+def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Make a tensor of zeros; on a CPU it takes memory only where it is written to, unlike that of
+    torch.zeros, so that a cache for long requests costs nothing until they come."""
+    if torch.device(device).type != "cpu":
+        return torch.zeros(shape, dtype=dtype, device=device)
+    size, line = math.prod(shape) * dtype.itemsize, 64
+    data = np.zeros(size + line, dtype=np.int8)  # as numpy has no bf16
+    start = -data.ctypes.data % line  # vectors then lie within cache lines
+    return torch.from_numpy(data[start : start + size]).view(dtype).view(shape)
