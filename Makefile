@@ -90,12 +90,12 @@ clean: ## Remove caches and build output; keep environments, runs/ and wandb/
 	find . -name __pycache__ -type d -not -path './.venv*/*' -prune -exec rm -rf {} +
 
 # An environment that works is kept, whichever Python made it; a missing or broken one is made anew.
-# The sizes were measured by `pip download` for Python 3.11.
+# The sizes were measured by `pip download` for Python 3.11; of PyTorch for CUDA its wheels' were added up.
 $(RUNS): setup.py
 	@$(PY) -m pip --version >/dev/null 2>&1 || { \
 		$(PYTHON) -c 'import sys; v = sys.version_info[:2]; (3, 11) <= v < (3, 13) or sys.exit("Python 3.11 or 3.12 is needed, $(PYTHON) is %d.%d: set another with PYTHON=..." % v)' && \
 		$(PYTHON) -m venv --clear $(VENV); }
-	@echo 'Downloading into $(VENV) what is not there yet: 0.3 GB with PyTorch for a CPU, several GB with'
+	@echo 'Downloading into $(VENV) what is not there yet: 0.3 GB with PyTorch for a CPU, 2.9 GB with'
 	@echo 'PyTorch for CUDA, which pip takes on Linux unless told otherwise: docs/quickstart.md, "Install".'
 	$(PY) -m pip install --quiet --upgrade pip
 	$(PY) -m pip install $(PROGRESS) $(TORCH)

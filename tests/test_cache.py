@@ -2,6 +2,7 @@
 
 from itertools import pairwise
 
+import psutil
 import pytest
 import torch
 from hypothesis import given, settings
@@ -49,6 +50,16 @@ def feed(model, cache, tokens, slots, spans):
         return model.decode_rows(
             torch.tensor(tokens), cache.slots, SpanPlan(spans), cache, torch.arange(len(slots))
         )
+
+
+def test_a_cache_takes_memory_only_as_it_is_written(llada):
+    """Also as zeros: room for long requests is made before the first of them comes."""
+    process = psutil.Process()
+    before = process.memory_info().rss
+    cache = llada.new_cache(1 << 21)
+    size = sum(part.nbytes for layer in cache.layers for part in layer)
+    assert size > 1 << 28 and not any(part[..., -9:, :].any() for part in cache.layers[-1])
+    assert process.memory_info().rss - before < size / 8
 
 
 def test_feeding_a_row_again_overwrites_its_slot_and_no_other(llada):

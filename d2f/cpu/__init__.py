@@ -18,7 +18,7 @@ import ctypes
 import itertools
 import os
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -107,7 +107,8 @@ def pack(weight: Tensor) -> Tensor:
     fp32  [O / 16, I, 16]        bf16  [O / 16, I / 2, 16, 2]
     """
     outputs, inputs = weight.shape
-    weight = F.pad(weight, (0, -inputs % STEP, 0, -outputs % LANES))
+    if inputs % STEP or outputs % LANES:
+        weight = F.pad(weight, (0, -inputs % STEP, 0, -outputs % LANES))
     # Words of four bytes: a number of fp32, or a pair of bf16, which stays together.
     words = weight.view(torch.int32).view(-1, LANES, weight.shape[1] * weight.element_size() // 4)
     return words.transpose(1, 2).contiguous().view(weight.dtype)
@@ -145,7 +146,9 @@ def _hold_packed(layer: Any, packed: Tensor) -> None:
     weight = layer.weight
     # Its own, as that of a tied layer must keep its shape.
     layer.weight = nn.Parameter(weight.detach(), requires_grad=weight.requires_grad)
-    parametrize.register_parametrization(layer, "weight", _Unpacked(packed, weight.shape))
+    held = _Unpacked(packed, weight.shape)
+    # "unsafe" skips unpacking it once, to see that shape and dtype are what they were.
+    parametrize.register_parametrization(layer, "weight", held, unsafe=True)
     layer._register_state_dict_hook(named)
 
 
@@ -199,8 +202,9 @@ def compiled_rows(
     if os.environ.get(VARIABLE) == "0" or not fits(backbone, gate):
         return None
     try:
+        plain = _plain_logits(backbone, gate, new_cache)  # before the weights are packed
         rows = NativeRows(backbone, gate)
-        rows.check(new_cache)
+        rows.check(plain, new_cache)
     except Exception as error:  # whatever a compiler or a linker raises
         reason = (str(error).strip() or type(error).__name__).splitlines()[0]
         warnings.warn(
@@ -223,7 +227,7 @@ class NativeRows:
     def __init__(self, backbone: PreTrainedModel, gate: Gate | None = None):
         """Pack the weights. Raises whatever a compiler raises."""
         self._library, self._gate = library(), gate
-        self._plain, self._head = backbone.model, backbone.lm_head
+        self._plain = backbone.model
         self._kept: list[Tensor] = []  # what the structures point to
         model, config = backbone.model, backbone.config
         first = model.layers[0].self_attn
@@ -353,29 +357,47 @@ class NativeRows:
         return logits
 
     @torch.inference_mode()
-    def check(self, new_cache: Callable[[int], SlotCache]) -> None:
-        """Raise AssertionError unless two forwards, the second on what the first has cached, give
-        the logits of the plain model."""
-        places = torch.arange(7)
-        # Spread over the vocabulary: the first ids are of tokens that text does not have.
-        tokens = places * self._plain.embed_tokens.num_embeddings // len(places)
-        if self._gate is not None:
-            tokens[5:] = DRAFT
-        caches = [new_cache(len(places)) for _ in range(2)]
-        for at, end in ((places[:4], 4), (places[4:], 7)):
-            plan = SpanPlan(torch.tensor([[[0, end]]] * len(at), dtype=torch.int32))
-            for each in caches:
-                each.slots = at
-            fed = tokens[at][None] if self._gate is None else self._gate.open(tokens[at][None])
-            hidden = self._plain(
-                input_ids=fed, position_ids=at[None], spans=plan,
-                past_key_values=caches[0], use_cache=True,
-            ).last_hidden_state[0]  # fmt: skip
-            plain: Tensor = self._head(hidden).float()
-            ours = self(tokens[at], at, plan, caches[1], torch.arange(len(at)))
-            error, size = ((x**2).mean().sqrt().item() for x in (ours - plain, plain))
-            if not error <= _TOLERANCE[hidden.dtype] * max(1.0, size):  # NaN is not
+    def check(self, plain: list[Tensor], new_cache: Callable[[int], SlotCache]) -> None:
+        """Raise AssertionError unless this gives the logits of the plain model, `_plain_logits`."""
+        forwards = _checked(self._plain, self._gate, new_cache)
+        for want, (tokens, places, plan, own) in zip(plain, forwards, strict=True):
+            ours = self(tokens, places, plan, own, torch.arange(len(tokens)))
+            error, size = ((x**2).mean().sqrt().item() for x in (ours - want, want))
+            if not error <= _TOLERANCE[self._plain.dtype] * max(1.0, size):  # NaN is not
                 raise AssertionError(f"logits of about {size:.3g} differ by about {error:.2g}")
+
+
+def _checked(
+    model: Any, gate: Gate | None, new_cache: Callable[[int], SlotCache]
+) -> Iterator[tuple[Tensor, Tensor, SpanPlan, SlotCache]]:
+    """Yield tokens, places, mask and cache of two forwards to compare, the second on what the first
+    has cached."""
+    places = torch.arange(7)
+    # Spread over the vocabulary: the first ids are of tokens that text does not have.
+    tokens = places * model.embed_tokens.num_embeddings // len(places)
+    if gate is not None:
+        tokens[5:] = DRAFT
+    own = new_cache(len(places))
+    for at, end in ((places[:4], 4), (places[4:], 7)):
+        own.slots = at
+        seen = torch.tensor([[[0, end]]] * len(at), dtype=torch.int32)
+        yield tokens[at], at, SpanPlan(seen), own
+
+
+@torch.inference_mode()
+def _plain_logits(
+    backbone: PreTrainedModel, gate: Gate | None, new_cache: Callable[[int], SlotCache]
+) -> list[Tensor]:
+    """Compute the logits that the C++ code is compared with."""
+    found = []
+    for tokens, places, plan, own in _checked(backbone.model, gate, new_cache):
+        fed = tokens[None] if gate is None else gate.open(tokens[None])
+        hidden = backbone.model(
+            input_ids=fed, position_ids=places[None], spans=plan,
+            past_key_values=own, use_cache=True,
+        ).last_hidden_state[0]  # fmt: skip
+        found.append(backbone.lm_head(hidden).float())
+    return found
 
 
 def scored(logits: Tensor, mask_id: int | None, named: Tensor | None) -> Tensor:
