@@ -4,9 +4,9 @@ A decoding step multiplies so few rows that it costs what reading the weights co
 operators one by one costs a small model more than computing them. Here one call does a whole
 forward, from token ids to logits (forward.cpp): the weights are packed in the order in which
 products.cpp reads them, and layers with one input become one product, so that a few rows cost
-little more than one. A second call finds token and confidence in the logits (confidence.cpp). The code is
-the same for every model; PyTorch's compiler builds it once for this CPU and keeps it in its cache
-on disk. ``D2F_KERNELS=0`` leaves it out.
+little more than one. A second call finds token and confidence in the logits (confidence.cpp). The
+code is the same for every model; PyTorch's compiler builds it once for this CPU and keeps it in its
+cache on disk. ``D2F_KERNELS=0`` leaves it out.
 
 `compiled_rows` makes a model's forward; `scored` reads its logits.
 """
