@@ -144,7 +144,7 @@ class SelfDraft(Objective):
 
     def hidden(self, batch: Batch) -> Tensor:
         """Compute the last hidden states ``[R x L, C]`` of all rows: the clean ones first, by the
-        base and without a gradient, then of the draft rows, by the adapter."""
+        base and without a gradient, then the draft rows, by the adapter."""
         import torch
 
         from d2f.attention import PartPlan
