@@ -40,6 +40,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 GRACE_SECONDS = 2.0  # for the interpreters to start and end, beside the solution's own time
+END_SECONDS = 10.0  # for what was killed to be gone, on a machine that it has flooded
 LOOK_SECONDS = 0.01  # between two looks at the solution
 LONGEST_LINE = 100
 NOBODY = "65534"
@@ -157,11 +158,12 @@ def _passes(program: str, tests: str, limits: Limits, way: str) -> bool:
                 supervisor.wait(max(0.0, deadline - time.monotonic()))
             return passed
         finally:
-            os.close(result)
             with suppress(ProcessLookupError):
                 os.killpg(supervisor.pid, signal.SIGKILL)
             with suppress(BrokenPipeError):
                 supervisor.communicate()
+            _wait_for_its_end(result)
+            os.close(result)
 
 
 def _environment(home: str) -> dict[str, str]:
@@ -220,6 +222,14 @@ def _line(pipe: int, deadline: float) -> bytes:
             return b""
         line += byte
     return line
+
+
+def _wait_for_its_end(pipe: int) -> None:
+    """Wait until no process holds the other end: those that are killed are still there a moment."""
+    deadline = time.monotonic() + END_SECONDS
+    while (left := deadline - time.monotonic()) > 0:
+        if select.select([pipe], [], [], left)[0] and not os.read(pipe, 4096):
+            return
 
 
 # In the namespaces.
