@@ -171,7 +171,7 @@ def _structure(*fields: tuple[Any, str]) -> Any:
 _POINTER, _INT = ctypes.c_void_p, ctypes.c_int64
 # Those of the same names in products.cpp, forward.cpp and confidence.cpp.
 _Product = _structure((_POINTER, "weight bias"), (_INT, "inputs outputs"))
-_Adapter = _structure((_Product, "a b"))
+_Adapter = _structure((_Product, "a"), (_POINTER, "b starts"), (_INT, "rank"))
 _Block = _structure(
     (_Product, "qkv o gate_up down"),
     (_POINTER, "before_attention before_mlp q_norm k_norm"),
@@ -271,20 +271,29 @@ class NativeRows:
         return _Block(*map(self._product, together), *vectors, *adapters)
 
     def _adapter(self, layers: list[Any]) -> Any:
-        """Pack what a LoRA adds to layers with one input as two products: all A below each other,
-        then each B, scaled, for the outputs of its own layer and A."""
+        """Pack what a LoRA adds to layers with one input: all A below each other as one product,
+        and B, scaled, by blocks of outputs, each with the part of A's results that it takes."""
         own = [(layer, name) for layer in layers for name in getattr(layer, "lora_B", ())]
         if not own:
             return _Adapter()
         a = [layer.lora_A[name].weight.detach() for layer, name in own]
-        a = [F.pad(part, (0, 0, 0, -len(part) % LANES)) for part in a]
-        dtype, starts = layers[0].weight.dtype, [0, *itertools.accumulate(map(len, a))]
+        starts = [0, *itertools.accumulate(map(len, a))]
         b = {id(layer): a[0].new_zeros(layer.out_features, starts[-1]) for layer in layers}
         for (layer, name), start in zip(own, starts, strict=False):
             part = layer.lora_B[name].weight.detach() * layer.scaling[name]
             b[id(layer)][:, start : start + part.shape[1]] = part
         whole = _joined(list(b.values()))
-        return _Adapter(*(self._packed(part.to(dtype)) for part in (torch.cat(a), whole)))
+        blocks = F.pad(whole, (0, 0, 0, -len(whole) % LANES)).view(-1, LANES, starts[-1])
+        used = blocks.any(1)  # [blocks, results of A]
+        first, end = used.int().argmax(1), starts[-1] - used.flip(1).int().argmax(1)
+        rank = int((end - first).where(used.any(1), 1).max())
+        first = first.clamp(max=starts[-1] - rank)
+        taken = (first[:, None] + torch.arange(rank))[:, None].expand(-1, LANES, -1)
+        dtype = layers[0].weight.dtype
+        b_blocks = blocks.gather(2, taken).transpose(1, 2).to(dtype)
+        return _Adapter(
+            self._packed(torch.cat(a).to(dtype)), self._keep(b_blocks), self._keep(first), rank
+        )
 
     def _product(self, layers: list[Any]) -> Any:
         """Pack layers with one input as one product."""

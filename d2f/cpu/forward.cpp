@@ -6,7 +6,10 @@
 
 // What an adapter adds to the outputs of some rows: B (A x). Without one a.weight is null.
 struct Adapter {
-  Product a, b;
+  Product a;
+  const void *b;          // [blocks of outputs, rank, 16]
+  const int64_t *starts;  // of each block the first of the `rank` results of A that it takes
+  int64_t rank;
 };
 
 struct Block {  // a layer of the model
@@ -106,30 +109,32 @@ struct Fed : Buffer<Input<W>> {
   Fed(int64_t rows, int64_t width) : Buffer<Input<W>>((rows + std::max(TILE_ROWS - 1, 0)) * width) {}
 };
 
+// What a block of an adapter's outputs adds to a row. low: A x of this row.
+template <class W>
+static inline Sixteen low_rank(const Adapter &adapter, int64_t block, const float *low) {
+  const W *weights = static_cast<const W *>(adapter.b) + block * adapter.rank * LANES;
+  low += adapter.starts[block];
+  Wide sums[PARTS] = {};
+  for (int64_t i = 0; i < adapter.rank; i++) {
+    UNROLLED for (int p = 0; p < PARTS; p++) sums[p] += widened(weights + i * LANES + p * EACH) * low[i];
+  }
+  return get<Sixteen>(sums);
+}
+
 // The product of all rows, to which an adapter adds B (A x) from row `plain` on. Every thread computes
-// A x for itself, which is little, and the part of B (A x) that its own outputs need.
+// A x for itself, which is little, and of B (A x) what its own outputs need.
 template <class W, class F>
 static void product(const Thread &t, const Product &p, const Adapter &adapter, int64_t plain, int64_t joined,
                     const Input<W> *x, int64_t rows, F f) {
   if (plain == rows || !adapter.a.weight) return product<W>(t, p, joined, x, rows, f);
-  const int64_t rank = adapter.b.inputs, count = rows - plain, each = joined * LANES;
-  const Part own = t.part(round_up(p.outputs, LANES) / each);
-  const int64_t first = own.begin * joined, outputs = (own.end - own.begin) * each;
-  const Buffer<float> found(count * rank), added(count * outputs);
-  const Fed<W> low(count, rank);
-  if (rank > adapter.a.outputs) std::memset(found.data(), 0, count * rank * sizeof(float));
-  product<W>(Thread{}, adapter.a, 1, x + plain * p.inputs, count,
-             [&](int64_t row, int64_t block, const Sixteen *out) { put<false>(adapter.a, block, out[0], found.data() + row * rank); });
-  copy(found.data(), count * rank, low.data());
-  product<W>(t, adapter.b, joined, low.data(), count, [&](int64_t row, int64_t block, const Sixteen *out) {
-    std::memcpy(added.data() + row * outputs + (block - first) * LANES, out, each * sizeof(float));
-  });
-  product<W>(t, p, joined, x, rows, [&](int64_t row, int64_t block, const Sixteen *out) {
-    if (row < plain) return f(row, block, out);
-    Sixteen sums[2];
-    std::memcpy(sums, added.data() + (row - plain) * outputs + (block - first) * LANES, each * sizeof(float));
-    for (int64_t b = 0; b < joined; b++) sums[b] += out[b];
-    f(row, block, sums);
+  const int64_t rank = adapter.a.outputs;
+  const Buffer<float> low((rows - plain) * rank);
+  product<W>(Thread{}, adapter.a, 1, x + plain * p.inputs, rows - plain,
+             [&](int64_t row, int64_t block, const Sixteen *out) { put<false>(adapter.a, block, out[0], low.data() + row * rank); });
+  product<W>(t, p, joined, x, rows, [&](int64_t row, int64_t block, Sixteen *out) {
+    for (int64_t b = 0; b < joined && row >= plain; b++)
+      out[b] += low_rank<W>(adapter, block + b, low.data() + (row - plain) * rank);
+    f(row, block, out);
   });
 }
 

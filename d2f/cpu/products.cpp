@@ -41,6 +41,15 @@ static inline V get(const T *at) {
   return x;
 }
 
+static inline Wide widened(const float *at) { return get<Wide>(at); }
+
+static inline Wide widened(const Bf16 *at) {
+  typedef uint16_t Halves __attribute__((vector_size(sizeof(Wide) / 2)));
+  typedef int32_t Words __attribute__((vector_size(sizeof(Wide))));
+  const Words bits = __builtin_convertvector(get<Halves>(at), Words) << 16;
+  return get<Wide>(&bits);
+}
+
 static inline int64_t round_up(int64_t count, int64_t to) { return (count + to - 1) / to * to; }
 
 // Blocks that are read, of `block` bytes each, and which of the tiles of rows they are read for.
