@@ -246,7 +246,11 @@ def _check_positions(config: PretrainedConfig) -> None:
 def _read_config(folder: Path) -> dict[str, Any]:
     path = folder / "config.json"
     if not path.is_file():
-        raise CheckpointError(f"{folder}: expected a model folder with a config.json, found none")
+        inside = folder / "model"  # of the output of a training
+        meant = f"; did you mean {inside}?" if (inside / path.name).is_file() else ""
+        raise CheckpointError(
+            f"{folder}: expected a model folder with a config.json, found none{meant}"
+        )
     raw = read_object(path, CheckpointError)
     # With either transformers would read other weights, or read them otherwise, than is checked.
     for name in ("quantization_config", "transformers_weights"):

@@ -56,6 +56,12 @@ def refused(folder, *patterns, **options):
         assert pattern in str(caught.value)
 
 
+def test_the_output_of_a_training_names_the_model_in_it(tmp_path):
+    (tmp_path / "model").mkdir()
+    (tmp_path / "model" / "config.json").write_text("{}")
+    refused(tmp_path, f"found none; did you mean {tmp_path / 'model'}?")
+
+
 # Weights. transformers would leave what is missing freshly initialised and only print a report.
 
 

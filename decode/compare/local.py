@@ -276,14 +276,15 @@ class Worker:
     def __enter__(self) -> Worker:
         try:
             self.facts = self._ask(_load_runners, self._entries)
-        except BaseException:
-            self.__exit__()
+        except BaseException as error:
+            self.__exit__(type(error))
             raise
         return self
 
-    def __exit__(self, *exception: object) -> None:
-        for process in list((self._pool._processes or {}).values()):
-            process.kill()  # it may be in the middle of a run
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        if kind is not None:
+            for process in list((self._pool._processes or {}).values()):
+                process.kill()  # it may be in the middle of a run
         self._pool.shutdown(cancel_futures=True)
 
     def run(self, name: str, prepared: Prepared, concurrency: int) -> Run:

@@ -99,6 +99,14 @@ class Here:
         pass
 
 
+def test_a_process_that_computes_nothing_ends_itself(monkeypatch):
+    """One that is killed leaves semaphores of its libraries, and Python warns of them."""
+    monkeypatch.setattr(local, "_load_runners", len)
+    with Worker([SimpleNamespace(name="one")]) as worker:
+        (process,) = worker._pool._processes.values()
+    assert process.exitcode == 0
+
+
 @pytest.fixture(scope="module")
 def finished(tmp_path_factory):
     """The folder of one comparison of all kinds of entries, and what was printed."""
