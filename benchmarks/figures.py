@@ -145,8 +145,9 @@ COMPARISONS = {
     "frontier-tiny": ("frontier",),
     "real-smollm2": ("throughput",),
     "real-smollm2-amx": ("throughput",),
+    "real-smollm2-avx2": ("throughput",),
     "real-smollm2-fp32": ("throughput",),
-    "real-smollm2-spec-bench": ("throughput",),
+    "real-smollm2-ways": ("throughput",),
     "vllm-ways": ("throughput",),
     "wedlm-tiny": ("throughput", "frontier", "forwards"),
 }

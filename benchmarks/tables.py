@@ -60,9 +60,9 @@ REAL = {
     "self-drafting, the model's own tokens": ("self-drafting",),
     "the same without an adapter": ("lookup",),
     "one token a forward, this toolkit": ("autoregressive",),
-    "llama.cpp, BF16, its fastest way": ("llama.cpp BF16", "llama.cpp BF16 n-gram"),
+    "llama.cpp, BF16": ("llama.cpp BF16",),
     "llama.cpp, Q8_0 (other weights)": ("llama.cpp Q8_0",),
-    "vLLM, its fastest way": ("vLLM", "vLLM n-gram", "vLLM one process"),
+    "vLLM, one process": ("vLLM one process",),
     "transformers": ("transformers",),
 }
 SMALL = {
