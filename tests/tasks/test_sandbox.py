@@ -123,7 +123,7 @@ def test_nothing_that_it_started_is_left(run, left, program, passed):
 def test_nothing_is_left_of_what_a_late_supervisor_had_no_time_to_end(left, monkeypatch):
     """On a flooded machine our own deadline comes first, and what is killed takes time to end."""
     monkeypatch.setattr(sandbox, "GRACE_SECONDS", -1.5)
-    heavy = "import os, time\nfor _ in range(9): os.fork()\nx = bytearray(2**20)\ntime.sleep(100)"
+    heavy = "import os, time\nfor _ in range(7): os.fork()\nx = bytearray(2**20)\ntime.sleep(100)"
     limits = Limits(seconds=3, memory_mb=2**20, processes=2**20)
     assert not passes(heavy, "", limits)
     assert left() == []
